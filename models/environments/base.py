@@ -1,0 +1,117 @@
+"""What an environment is to the rest of Gleaner: prompts, turns, a verifier, an expert.
+
+A single-turn environment implements `Environment` with `max_turns` 1 and never sees `begin`. A multi-turn one
+returns an `Episode`, which may be slow, keep state, live outside the process (a JVM, a server) or show images:
+the turn loop steps episodes in threads when `parallel_episodes` is above one and always closes them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from gleaner.conf.schema import Split
+from gleaner.models.records import Message, Prompt
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verifier's answer: success in {True, False}, reward finite (usually in [0, 1])."""
+
+    success: bool
+    reward: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VerifierSpec:
+    """Where the verifier is, so that a separate process can import it.
+
+    Attributes:
+        function: `package.module:function`, called as
+            f(payload, text, transcript, environment_result) -> Outcome.
+        version: part of cache keys and of every verdict; bump it when the answer may change.
+        isolated: run in a killable process with a deadline. False only for checks that cannot hang, such as reading
+            the environment's own success flag.
+    """
+
+    function: str
+    version: str
+    isolated: bool = True
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an episode says after an action.
+
+    Attributes:
+        text: shown to the policy as the next user message.
+        images: encoded images (PNG or JPEG) shown with it.
+        done: the episode ended.
+        result: once done, what the environment says of the episode; goes to the verifier. Running into a turn limit
+            is not success: report the environment's own flag.
+    """
+
+    text: str
+    images: tuple[bytes, ...] = ()
+    done: bool = False
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+class Episode(Protocol):
+    """One episode in progress."""
+
+    def step(self, action: str) -> Observation:
+        """Apply the policy's turn. A malformed action is answered in the observation, never raised."""
+        ...
+
+    def result(self) -> dict[str, Any]:
+        """The environment's word on the episode so far; read when the turn limit ends it."""
+        ...
+
+    def close(self) -> None:
+        """Free what the episode holds; called exactly once, whatever happened."""
+        ...
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An expert's episode: the prompt's messages and the turns after it, assistant turns first."""
+
+    prompt: Prompt
+    turns: list[Message]
+
+
+@runtime_checkable
+class Environment(Protocol):
+    name: str
+    version: str
+    """Part of cache keys; bump it when prompts or behaviour change."""
+    max_turns: int
+    parallel_episodes: int
+    """Episodes that may be stepped at once from threads; 1: one after the other in the caller's thread."""
+    verifier: VerifierSpec
+
+    def size(self, split: Split) -> int:
+        """Number of prompts in a split."""
+        ...
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        """The split's prompt at `index` (0 <= index < size). Splits share no prompt_id."""
+        ...
+
+    def begin(self, prompt: Prompt, seed: int) -> Episode:
+        """Start an episode. Single-turn environments raise NotImplementedError."""
+        ...
+
+    def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
+        """Expert episodes on training prompts, for warm starts. `noise` is the share of actions drawn at random.
+
+        Raises:
+            ConfigurationError: the environment has no expert and its gold answers are no demonstrations.
+        """
+        ...
+
+    def validate(self) -> list[str]:
+        """Sentences that say what is wrong, each with its fix; empty when training may start. Runs the verifier on
+        gold answers or expert episodes, and checks the data (naming file and line)."""
+        ...
