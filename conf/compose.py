@@ -24,10 +24,9 @@ from pydantic import BaseModel, ValidationError
 
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.explain import explain
+from gleaner.conf.presets import BUILT_IN, GROUPS, available_presets
 from gleaner.conf.schema import CompareSettings, GleanerSettings
 
-BUILT_IN = Path(__file__).resolve().parent
-GROUPS = ("environment", "policy", "method", "engine", "storage", "experiment", "compare")
 PRIMARY: dict[type[BaseModel], str] = {GleanerSettings: "run", CompareSettings: "comparison"}
 """Which YAML file a root starts from."""
 
@@ -80,12 +79,6 @@ def validate(values: Mapping[str, Any], root: type[Root]) -> Root:
         return root.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError(explain(error, root)) from error
-
-
-def available_presets(group: str, presets: Path | None = None) -> list[str]:
-    """Names that `group=NAME` accepts."""
-    folders = [BUILT_IN / group] + ([presets / group] if presets else [])
-    return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
 
 
 def compose_arms(

@@ -116,7 +116,7 @@ def _unknown(root: type[BaseModel], setting: Setting, given: Any) -> str:
     while isinstance(given, Mapping) and len(given) == 1:
         key, given = next(iter(given.items()))
         wanted = f"{wanted}.{key}"
-    settings = list(_all_settings(root))
+    settings = list(all_settings(root))
     others = sorted({other.kind for other in settings if other.name == wanted and other.kind is not None})
     if others:
         choice = " or ".join(f"{setting.group}={other}" for other in others)
@@ -164,11 +164,12 @@ def _locate(root: type[BaseModel], location: tuple[int | str, ...]) -> Setting:
     return Setting(".".join(names), owner, kind)
 
 
-def _all_settings(root: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+def all_settings(root: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """Every setting under a root, in the schema's order; those of union members once for each kind."""
     for name, field in root.model_fields.items():
         yield Setting(prefix + name, root, _kind(root))
         for model in _models(field.annotation):
-            yield from _all_settings(model, f"{prefix}{name}.")
+            yield from all_settings(model, f"{prefix}{name}.")
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
