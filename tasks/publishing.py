@@ -1,0 +1,54 @@
+"""Publishing: the trained policy as a folder that transformers and vLLM load, in the store and on this disk."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from gleaner.models.policy import save_policy
+from gleaner.tasks.context import RunContext
+from gleaner.tasks.keys import cache_key, code_version
+from gleaner.tasks.phase import Made, phase
+from gleaner.tasks.residents import resident
+from gleaner.tasks.store import Record
+from gleaner.tasks.versions import has_checkpoint, write_checkpoint
+
+RUNS_FOLDER = Path(".gleaner/runs")
+
+
+@dataclass(frozen=True)
+class Published:
+    """Key of the policy in the store, and the local folder that holds a copy."""
+
+    key: str
+    folder: str
+
+
+@phase(gpu=True)
+def publish(context: RunContext, version: str) -> Made[Published]:
+    """Store a version's policy (LoRA merged) and a checkpoint to go on from, and copy the policy to the run's folder."""
+    store = context.store
+    key = policy_key(version)
+    code = code_version("gleaner.models.policy")
+
+    def make() -> Record:
+        holder = resident(context)
+        holder.bring_to(version)
+        if not has_checkpoint(store, version):
+            write_checkpoint(store, version, holder.learner, context.settings.run.steps)
+        folder = RUNS_FOLDER / context.run_id / "publishing"
+        shutil.rmtree(folder, ignore_errors=True)
+        save_policy(holder.policy, folder)
+        objects = store.put_folder(folder)
+        shutil.rmtree(folder)
+        return Record(objects, {"version": version, "run_id": context.run_id}, code)
+
+    record, hit = store.memoise(key, make, lease_seconds=120)
+    folder = RUNS_FOLDER / context.run_id / "policy"
+    shutil.rmtree(folder, ignore_errors=True)
+    store.fetch_folder(record.objects, folder)
+    return Made(Published(key, str(folder)), hit)
+
+
+def policy_key(version: str) -> str:
+    """Key of a version's published policy."""
+    return cache_key("policy", "1", version=version)

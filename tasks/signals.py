@@ -1,0 +1,102 @@
+"""Signals: what a method makes of verified groups, stored so that it can be applied again."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gleaner.models.methods.grpo import grpo_signal, informative
+from gleaner.models.records import Verdict
+from gleaner.models.signal import Group, audit, group_rollouts
+from gleaner.tasks.context import RunContext
+from gleaner.tasks.faults import fault_point
+from gleaner.tasks.keys import cache_key, code_version
+from gleaner.tasks.phase import Made, phase
+from gleaner.tasks.sampling import Rollouts, load_rollouts
+from gleaner.tasks.scoring import Scores, load_scores
+from gleaner.tasks.store import Record
+from gleaner.tasks.stored_signals import store_signal
+from gleaner.tasks.verification import Verdicts, load_verdicts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The verified rollouts that a signal is made of: one pair of rollouts and verdicts for each round of sampling."""
+
+    rollouts: tuple[Rollouts, ...]
+    verdicts: tuple[Verdicts, ...]
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        return tuple(shard for rollouts in self.rollouts for shard in rollouts.shards)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Digest of a stored signal, its metrics, and its ledger's entries."""
+
+    ref: str
+    metrics: dict[str, float]
+    ledger: tuple[dict[str, Any], ...]
+
+
+def load_groups(context: RunContext, batch: Batch) -> tuple[list[Group], dict[str, float]]:
+    """The batch's scored groups under the settings' group policy, and the counts of what it left out."""
+    segments = load_rollouts(context, batch.shards)
+    verdicts: list[Verdict] = [v for part in batch.verdicts for v in load_verdicts(context, part)]
+    verification = context.settings.verification
+    return group_rollouts(segments, verdicts, verification.on_unscored, verification.keep_at_least)
+
+
+def informative_groups(context: RunContext, batch: Batch) -> int:
+    """Groups of the batch in which the verifier saw both success and failure."""
+    return sum(informative(group) for group in load_groups(context, batch)[0])
+
+
+@phase()
+def make_grpo_signal(
+    context: RunContext, batch: Batch, step: int, old: Scores | None, reference: Scores | None
+) -> Made[Signal]:
+    """Advantages within groups, folded with the method's averaging into coefficients; and the ledger."""
+    settings, store = context.settings, context.store
+    code = code_version("gleaner.models.methods.grpo", "gleaner.models.signal")
+    key = cache_key(
+        "signal",
+        code,
+        method=settings.method,
+        verification=[settings.verification.on_unscored, settings.verification.keep_at_least],
+        shards=list(batch.shards),
+        verdicts=[part.table for part in batch.verdicts],
+        scores=[scores.tensors for scores in (old, reference) if scores is not None],
+        minibatches=settings.update.minibatches,
+        prompts_per_step=settings.run.prompts_per_step,
+        sampling=[settings.sampling.max_new_tokens, settings.sampling.temperature],
+        max_turns=context.environment.max_turns,
+    )
+
+    def make() -> Record:
+        fault_point("signal", step, "before")
+        sampled, counts = load_groups(context, batch)
+        groups = sampled
+        if settings.method.dynamic_sampling is not None:
+            groups = [group for group in sampled if informative(group)][: settings.run.prompts_per_step]
+        shard_of = {
+            segment.prompt_id: shard for shard in batch.shards for segment in load_rollouts(context, [shard])
+        }
+        signal, metrics = grpo_signal(
+            groups,
+            settings.method,
+            rollouts=shard_of,
+            minibatches=settings.update.minibatches,
+            max_new_tokens=settings.sampling.max_new_tokens * context.environment.max_turns,
+            temperature=settings.sampling.temperature,
+            old_logprobs=load_scores(context, batch.shards, old) if old else None,
+            reference_logprobs=load_scores(context, batch.shards, reference) if reference else None,
+        )
+        ledger = audit(signal, sampled)
+        facts = {
+            "metrics": {**metrics, **counts, **ledger.metrics},
+            "ledger": [asdict(entry) for entry in ledger.entries],
+        }
+        return Record({"signal": store_signal(store, signal)}, facts, code)
+
+    record, hit = store.memoise(key, make, lease_seconds=120)
+    return Made(Signal(record.objects["signal"], record.facts["metrics"], tuple(record.facts["ledger"])), hit)
