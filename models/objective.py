@@ -146,7 +146,8 @@ def policy_loss(
     with torch.no_grad():
         sums = {"tokens": logprobs_N.new_tensor(float(len(logprobs_N))), "entropy": entropy_N.sum()}
         measured_N = known_N & torch.isfinite(logprobs_N)
-        drift_N = torch.where(measured_N, difference_N, 0.0)
+        # Bounded, so that one absurd token does not make the metric infinite.
+        drift_N = torch.where(measured_N, difference_N, 0.0).clamp(-20, 20)
         sums["kl_old"] = (torch.exp(drift_N) - drift_N - 1).sum()
         sums["tokens_old"] = measured_N.sum()
         sampled_N = torch.isfinite(gap_N)

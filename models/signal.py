@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -369,15 +369,9 @@ SIGNAL_SCHEMA = pa.DataFrameSchema(
 """A row is a signal row. Supports are flat (m * K values for m support_tokens)."""
 
 
-class _HasTokens(Protocol):
-    context_ids: Any
-    sampled_ids: Any
-    loss_mask: Any
-
-
 def _list_series(name: str, values: Sequence[npt.NDArray[Any] | None], inner: pl.DataType) -> pl.Series:
-    present = [None if value is None else np.ascontiguousarray(value).reshape(-1) for value in values]
-    return pl.Series(name, present, dtype=pl.List(inner))
+    parts = [None if value is None else pl.Series(value.reshape(-1), dtype=inner) for value in values]
+    return pl.Series(name, parts, dtype=pl.List(inner))
 
 
 def signal_to_frame(signal: LearningSignal) -> tuple[pl.DataFrame, dict[str, Any]]:
