@@ -5,17 +5,19 @@ layout. A preset lists only what differs from the schema's defaults, yet any fie
 wrong ends as one ConfigurationError, whichever library noticed it.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -81,28 +83,24 @@ def validate(values: Mapping[str, Any], root: type[Root]) -> Root:
         raise ConfigurationError(explain(error, root)) from error
 
 
-def compose_arms(
-    comparison: CompareSettings, presets: Path | None = None
-) -> dict[str, list[GleanerSettings]]:
+def compose_arms(comparison: CompareSettings) -> dict[str, list[GleanerSettings]]:
     """The runs of a comparison: for each arm one run a seed, in the order of `comparison.seeds`.
 
     Raises:
         ConfigurationError: an arm's overrides are wrong, or its steps cannot spend the common budget.
     """
-    return {
-        arm: [_arm_settings(comparison, arm, seed, presets) for seed in comparison.seeds]
-        for arm in comparison.arms
-    }
+    return {arm: _arm_runs(comparison, arm) for arm in comparison.arms}
 
 
-def _arm_settings(comparison: CompareSettings, arm: str, seed: int, presets: Path | None) -> GleanerSettings:
-    own = [
-        f"run.name={comparison.name}-{arm}-seed{seed}",
-        f"run.seed={seed}",
+def _arm_runs(comparison: CompareSettings, arm: str) -> list[GleanerSettings]:
+    presets = Path(comparison.presets) if comparison.presets else None
+    overrides = [
+        *comparison.common,
+        *comparison.arms[arm],
         f"run.budget_rollouts={comparison.budget_rollouts}",
     ]
     try:
-        settings = compose([*comparison.common, *comparison.arms[arm], *own], presets=presets)
+        settings = compose(overrides, presets=presets)
     except ConfigurationError as error:
         raise ConfigurationError(f"arm {arm}: {error}") from error
     run = settings.run
@@ -112,7 +110,14 @@ def _arm_settings(comparison: CompareSettings, arm: str, seed: int, presets: Pat
             f"arm {arm}: {run.steps} steps sample {most} rollouts, less than budget_rollouts="
             f"{comparison.budget_rollouts}: raise run.steps, or lower the budget"
         )
-    return settings
+    return [
+        settings.model_copy(
+            update={
+                "run": run.model_copy(update={"seed": seed, "name": f"{comparison.name}-{arm}-seed{seed}"})
+            }
+        )
+        for seed in comparison.seeds
+    ]
 
 
 def digest(model: BaseModel, exclude: Any = None) -> str:
@@ -151,10 +156,7 @@ def run_name(settings: GleanerSettings) -> str:
 
 def _compose_presets(primary: str, overrides: list[str]) -> dict[str, Any]:
     try:
-        with (
-            _hydra_is_one_per_process,
-            initialize_config_dir(config_dir=str(BUILT_IN), version_base="1.3"),
-        ):
+        with _own_hydra():
             composed: DictConfig = hydra_compose(primary, overrides=overrides)
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
@@ -165,6 +167,19 @@ def _compose_presets(primary: str, overrides: list[str]) -> dict[str, Any]:
     except (HydraException, yaml.YAMLError) as error:
         raise ConfigurationError(f"a preset cannot be composed: {' '.join(str(error).split())}") from error
     return values
+
+
+@contextlib.contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Hydra keeps one state a process: take it for a moment, and give back what a program around us had there."""
+    with _hydra_is_one_per_process:
+        hydra_state = GlobalHydra.instance()
+        theirs, hydra_state.hydra = hydra_state.hydra, None
+        try:
+            with initialize_config_dir(config_dir=str(BUILT_IN), version_base="1.3"):
+                yield
+        finally:
+            GlobalHydra.instance().hydra = theirs
 
 
 def _translate(override: str, presets: Path | None) -> str:

@@ -501,9 +501,11 @@ class CompareSettings(Settings):
     """Arms x seeds at an equal budget of rollouts."""
 
     name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    presets: str | None = None
+    """Folder of presets that the arms' overrides may name beside the built-in ones."""
     common: list[str] = []
     """Overrides of every arm, as on the command line: environment=household run.steps=100."""
-    arms: dict[str, list[str]] = Field(min_length=1)
+    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")], list[str]] = Field(min_length=1)
     """Name of an arm, and its own overrides."""
     baseline: str = "grpo"
     """The arm that the others are compared with, in pairs by seed."""

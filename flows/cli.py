@@ -74,7 +74,8 @@ def run(
         _print_resolved(settings, _destinations(settings))
         return
     flow = "warmstart" if method == "warmstart" else settings.method.kind
-    _load(f"gleaner.flows.{flow}:{flow}")(settings)
+    trains = _load(f"gleaner.flows.{flow}:{flow}")
+    _load("gleaner.flows.console:run_in_terminal")(trains, settings)
 
 
 @app.command()
@@ -111,11 +112,13 @@ def compare(
     dry_run: DryRun = False,
 ) -> None:
     """Run arms x seeds at an equal budget of rollouts, and report paired intervals."""
-    words = [word if "=" in word else f"compare={word}" for word in overrides or []]
     from gleaner.conf.compose import compose, compose_arms, run_name
 
+    words = [word if "=" in word else f"compare={word}" for word in overrides or []]
+    if presets is not None:
+        words.append(f"presets={presets.resolve()}")
     settings = compose(words, CompareSettings, presets=presets)
-    runs = compose_arms(settings, presets)
+    runs = compose_arms(settings)
     if dry_run:
         names = [f"run: {run_name(arm_run)}" for arm_runs in runs.values() for arm_run in arm_runs]
         _print_resolved(settings, names)
