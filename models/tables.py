@@ -151,34 +151,44 @@ def decode(table: Table[Any], data: bytes, what: str = "the file") -> pl.DataFra
 
 
 def _check(rule: Rule) -> pa.Check:
-    return pa.Check(lambda data: data.lazyframe.select(rule.holds.fill_null(False)), error=rule.fix)
+    return pa.Check(
+        lambda data: data.lazyframe.select(rule.holds.fill_null(False)), error=f"{rule.column}: {rule.fix}"
+    )
 
 
 def _describe(table: Table[Any], frame: pl.DataFrame, failures: pl.DataFrame) -> str:
-    """One sentence a failure, at most FAILURES_SHOWN."""
-    columns = {rule.fix: rule.column for rule in table.rules}
+    """One sentence a failure, at most FAILURES_SHOWN. With columns missing or unknown, only those: the rules cannot
+    be judged then."""
+    rules = {f"{rule.column}: {rule.fix}" for rule in table.rules}
+    shape = failures.filter(pl.col("check").is_in(list(SHAPE)))
     sentences: list[str] = []
-    for failure in failures.iter_rows(named=True):
+    for failure in (failures if shape.is_empty() else shape).iter_rows(named=True):
         check, row = str(failure["check"]), failure["index"]
-        column = columns.get(check) or failure["column"] or failure["failure_case"]
-        if check == "multiple_fields_uniqueness":
-            column, check = ", ".join(table.key), "the key occurs more than once: keep one of the rows"
+        if check in rules:
+            what = check
+        elif check in SHAPE:
+            what = f"{failure['failure_case']}: {SHAPE[check]}"
+        elif check == "multiple_fields_uniqueness":
+            what = f"{', '.join(table.key)}: the key occurs more than once: keep one of the rows"
         elif check == "not_nullable":
-            check = "is null: give it a value"
-        elif check.startswith("dtype"):
-            check = f"is {frame.schema.get(column)}, not {table.columns.get(column)}: convert it"
-        elif check == "column_in_dataframe":
-            check = "is missing: add it"
-        elif check == "column_in_schema":
-            check = "is not part of the schema: drop it"
-        elif check == "column_ordered":
-            check = f"is out of order: select {', '.join(table.columns)}"
+            what = f"{failure['column']}: is null: give it a value"
+        else:
+            kind = frame.schema.get(failure["column"])
+            what = f"{failure['column']}: is {kind}, not {table.columns.get(failure['column'])}: convert it"
         where = "" if row is None else f" row {row}{_key(table, frame, row)},"
-        sentence = f"{table.name}:{where} column {column}: {check}"
+        sentence = f"{table.name}:{where} column {what}"
         if sentence not in sentences:
             sentences.append(sentence)
     hidden = len(sentences) - FAILURES_SHOWN
     return "; ".join(sentences[:FAILURES_SHOWN]) + (f"; and {hidden} more" if hidden > 0 else "")
+
+
+SHAPE = {
+    "column_in_dataframe": "is missing: add it",
+    "column_in_schema": "is not part of the schema: drop it",
+    "column_ordered": "is out of order: select the schema's columns in its order",
+}
+"""What pandera calls a column that is not where it should be."""
 
 
 def _key(table: Table[Any], frame: pl.DataFrame, row: int) -> str:

@@ -103,7 +103,8 @@ def group(store: ObjectStore, run: str, step: int, prompt_id: str) -> Group:
     if len(found) != 1:
         known = ", ".join(name[:12] for name in episodes)
         raise ConfigurationError(
-            f"{len(found)} prompts of step {step} of run {run} start with {prompt_id!r}: give more of the id, one of {known}"
+            f"{len(found)} prompts of step {step} of run {run} start with {prompt_id!r}: give enough of one of these "
+            f"ids: {known}"
         )
     prompt, members = episodes[found[0]]
     return Group(run, step, prompt, members)
@@ -121,12 +122,13 @@ def export(store: ObjectStore, run: str, path: Path, *, include_answers: bool = 
     Raises:
         ConfigurationError: no such run.
     """
+    history = _journal(store, run)
     lines = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            for step, entry in _journal(store, run).entries():
+            for step, entry in history.entries():
                 for prompt, members in _episodes(store, entry).values():
                     for member in members:
                         line = _line(run, step, prompt, member, include_answers)

@@ -93,7 +93,7 @@ class LocalFiles:
     """A folder on a POSIX file system that several processes, and machines, may share."""
 
     def __init__(self, storage: LocalStorage) -> None:
-        self._root = Path(storage.path).expanduser().absolute()
+        self._root = Path(storage.path)
         self.where = str(self._root)
 
     def read(self, path: str) -> bytes:
@@ -260,13 +260,14 @@ class S3Files:
         self.where = f"s3://{self._base}" + (f" at {storage.endpoint_url}" if storage.endpoint_url else "")
 
     def read(self, path: str) -> bytes:
-        return self._call(lambda fs: fs.cat_file(self._full(path)))
+        # One connection: with more, s3fs asks for the size first, and small files take two requests instead of one.
+        return self._call(lambda fs: fs.cat_file(self._full(path), max_concurrency=1))
 
     def read_many(self, paths: list[str]) -> list[bytes]:
         if not paths:
             return []
         full = [self._full(path) for path in paths]
-        found = self._call(lambda fs: fs.cat(full, on_error="raise"))
+        found = self._call(lambda fs: fs.cat(full, on_error="raise", max_concurrency=1))
         return [found[path] for path in full] if isinstance(found, dict) else [found]
 
     def write(self, path: str, data: bytes) -> None:
@@ -307,12 +308,16 @@ class S3Files:
             found = self._call(lambda fs: fs.ls(self._full(folder), detail=False, refresh=True))
         except FileNotFoundError:
             return []
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found)
+        paths = {path.rstrip("/") for path in found} - {
+            self._full(folder)
+        }  # some servers list the folder itself
+        return sorted(path.rsplit("/", 1)[-1] for path in paths)
 
     def walk(self, folder: str) -> Iterator[Stat]:
         found = self._call(lambda fs: fs.find(self._full(folder), detail=True))
-        for info in found.values():
-            yield self._stat(info)
+        for name, info in found.items():
+            if info["type"] == "file" and not name.endswith("/"):  # some servers list folders, empty ones too
+                yield self._stat(info)
 
     def move(self, path: str, target: str) -> None:
         self._call(lambda fs: fs.copy(self._full(path), self._full(target)))

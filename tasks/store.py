@@ -12,6 +12,7 @@ objects, and a hit whose object is gone or damaged is a miss.
 """
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gleaner.conf.errors import ConfigurationError, CorruptArtifactError
-from gleaner.conf.schema import AnyStorage
+from gleaner.conf.schema import AnyStorage, LocalStorage
 from gleaner.models import tables
 from gleaner.models.tables import Table
 from gleaner.tasks.files import Files, file_sha256, open_files
@@ -83,7 +84,11 @@ class ObjectStore:
     """
 
     def __init__(self, storage: AnyStorage, *, attempts: int = 5, timeout_seconds: float = 60.0) -> None:
-        self.storage = storage
+        if isinstance(
+            storage, LocalStorage
+        ):  # a copy in a process with another working folder means the same store
+            storage = LocalStorage(path=str(Path(storage.path).expanduser().absolute()))
+        self.storage: AnyStorage = storage
         self._options = {"attempts": attempts, "timeout_seconds": timeout_seconds}
         self.files: Files = open_files(storage, **self._options)  # type: ignore[arg-type]
         self.counts: Counter[str] = Counter()
@@ -309,17 +314,16 @@ class ObjectStore:
         """Forget a key; its objects go with the next `sweep` unless something else names them."""
         self.files.delete(_key_path(key))
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         return [name.removesuffix(".json") for name in self.files.names("keys") if name.endswith(".json")]
 
     def sweep(self, *, older_than_seconds: float = 86_400.0) -> Swept:
         """Delete objects that neither a key nor a journal names, and leftovers of crashes, unless they are young
         (their key may be about to be published)."""
-        objects = list(
-            self.files.walk("objects")
-        )  # listed before the keys are read: what comes later is kept
+        objects = list(self.files.walk("objects"))  # before the keys are read: what comes later is kept
         limit = self._storage_time() - older_than_seconds
         named = self._named_objects()
+        named |= self._images({found.path.rsplit("/", 1)[-1] for found in objects} & named)
         swept = Counter[str]()
         for found in objects:
             if found.path.rsplit("/", 1)[-1] not in named and found.modified < limit:
@@ -395,6 +399,21 @@ class ObjectStore:
         for start in range(0, len(paths), 256):
             for data in self.files.read_many(paths[start : start + 256]):
                 named.update(DIGEST.findall(data.decode(errors="replace")))
+        return named
+
+    def _images(self, refs: set[str]) -> set[str]:
+        """Digests that the rollouts among `refs` name in their `images` column, whatever their schema version."""
+        import polars as pl
+
+        named: set[str] = set()
+        for ref in refs:
+            try:
+                data = self.files.read(_object_path(ref))
+                if data[:4] == b"PAR1":
+                    column = pl.read_parquet(io.BytesIO(data), columns=["images"])["images"]
+                    named.update(DIGEST.findall(" ".join(column.cast(pl.String))))
+            except (FileNotFoundError, pl.exceptions.PolarsError):
+                continue  # another table, or gone
         return named
 
     def _storage_time(self) -> float:
