@@ -189,6 +189,11 @@ def test_the_stored_signal_repeats_no_token_of_the_rollouts():
     ]  # the token without a coefficient has no support
 
 
+def test_a_signal_without_rows_survives_too():
+    frame, header = signal_to_frame(LearningSignal(Objective(), []))
+    assert signal_from_frame(frame, header, {}).rows == []
+
+
 def test_another_schema_version_is_refused():
     signal, segments = make_signal()
     frame, header = signal_to_frame(signal)
@@ -209,8 +214,19 @@ def test_a_segment_that_is_missing_or_does_not_fit_is_refused():
 def test_a_table_that_breaks_its_schema_is_refused_with_the_column():
     signal, segments = make_signal()
     frame, header = signal_to_frame(signal)
-    with pytest.raises(ContractError, match="origin"):
+    with pytest.raises(ContractError, match="origin is neither self nor peer in row 0"):
         signal_from_frame(frame.with_columns(origin=pl.lit("elsewhere")), header, segments)
+    third = pl.int_range(pl.len()) == 2
+    with pytest.raises(ContractError, match="advantage is missing in row 2"):
+        signal_from_frame(frame.with_columns(advantage=pl.when(~third).then("advantage")), header, segments)
+    with pytest.raises(ContractError, match="minibatch is negative in row 2"):
+        signal_from_frame(
+            frame.with_columns(minibatch=pl.when(third).then(-1).otherwise("minibatch")), header, segments
+        )
+    with pytest.raises(ContractError, match="old_logprobs"):
+        signal_from_frame(
+            frame.with_columns(pl.col("old_logprobs").cast(pl.List(pl.Float32))), header, segments
+        )
 
 
 def test_arrays_must_cover_the_learnable_tokens():
