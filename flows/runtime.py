@@ -10,11 +10,15 @@ def prepare_process(folder: Path = Path(".gleaner")) -> None:
     Whatever the user has set already stays as it is, an API address of a Prefect server among it.
     """
     prefect_home = folder.resolve() / "prefect"
+    if "PREFECT_HOME" not in os.environ:
+        prefect_home.mkdir(parents=True, exist_ok=True)
     defaults = {
         "PREFECT_HOME": str(prefect_home),
         "PREFECT_MEMO_STORE_PATH": str(prefect_home / "memo_store.toml"),
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # Terminals show progress bars; every log line still goes to the Prefect UI.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "1",
     }

@@ -185,12 +185,12 @@ def _summary(store: ObjectStore, run: str) -> RunSummary:
 
 
 def _verdicts(store: ObjectStore, entry: dict[str, Any]) -> list[Verdict]:
-    return store.get_rows(VERDICTS, entry["verdicts"]) if entry.get("verdicts") else []
+    return [verdict for ref in entry.get("verdicts", []) for verdict in store.get_rows(VERDICTS, ref)]
 
 
 def _episodes(store: ObjectStore, entry: dict[str, Any]) -> dict[str, tuple[Prompt, list[Member]]]:
     """prompt_id → its prompt and its episodes by sample."""
-    prompts = store.get_rows(PROMPTS, entry["prompts"]) if entry.get("prompts") else []
+    prompts = [prompt for ref in entry.get("prompts", []) for prompt in store.get_rows(PROMPTS, ref)]
     verdicts = {(v.prompt_id, v.sample): v for v in _verdicts(store, entry)}
     segments: dict[str, dict[int, list[Segment]]] = {}
     for ref in entry.get("rollouts", []):

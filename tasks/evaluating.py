@@ -7,7 +7,7 @@ import numpy as np
 
 from gleaner.conf.schema import Split
 from gleaner.models import tables
-from gleaner.models.statistics import pass_at_k, success_interval
+from gleaner.models.statistics import Interval, pass_at_k, success_interval
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.sampling import first_prompts, load_rollouts, sample
 from gleaner.tasks.verification import load_verdicts, verify
@@ -20,7 +20,7 @@ class Evaluation:
     Attributes:
         version, split, prompts, samples: what was evaluated.
         scored: episodes with a verdict; unscored ones are in neither numerator nor denominator.
-        success, low, high: mean success and its 95 % interval, clustered by prompt.
+        success, low, high: mean success and its 95 % interval, clustered by prompt; NaN, 0 and 1 if nothing was scored.
         pass_at: k → unbiased pass@k, over the prompts whose episodes were all scored.
         rollouts, tokens: budget that it took.
         examples: prompt, transcript and verdict of a few episodes.
@@ -63,7 +63,9 @@ def evaluate_version(
         else:
             by_prompt.setdefault(verdict.prompt_id, []).append(verdict.success)
     groups = list(by_prompt.values())
-    success = success_interval([sum(members) for members in groups], [len(members) for members in groups])
+    success = Interval(float("nan"), 0.0, 1.0, "nothing was scored")
+    if groups:
+        success = success_interval([sum(members) for members in groups], [len(members) for members in groups])
     whole = {prompt: members for prompt, members in by_prompt.items() if prompt not in unscored}
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= samples] if whole else []
     return Evaluation(

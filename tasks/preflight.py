@@ -7,7 +7,7 @@ from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import GleanerSettings, PretrainedPolicy
 from gleaner.models.chat import Chat
 from gleaner.models.policy import load_tokenizer
-from gleaner.models.verification import load_reward
+from gleaner.models.verification import check_rewards
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.phase import Made, phase
 
@@ -28,7 +28,7 @@ def preflight(context: RunContext) -> Made[dict[str, Any]]:
     context.store.check()
     environment = context.environment
     problems = list(environment.validate())
-    problems += _rewards(settings)
+    problems += check_rewards(settings.rewards, context.verifiers)
     problems += _engine(settings)
     found: dict[str, Any] = {split: environment.size(split) for split in ("train", "validation", "test")}
     if found["train"] == 0:
@@ -42,17 +42,6 @@ def preflight(context: RunContext) -> Made[dict[str, Any]]:
     if problems:
         raise ConfigurationError("; ".join(problems))
     return Made(found, hit=False)
-
-
-def _rewards(settings: GleanerSettings) -> list[str]:
-    problems = []
-    for reward in settings.rewards:
-        if reward.function != "verifier":
-            try:
-                load_reward(reward.function)
-            except ConfigurationError as error:
-                problems.append(str(error))
-    return problems
 
 
 def _engine(settings: GleanerSettings) -> list[str]:

@@ -14,7 +14,7 @@ from gleaner.models.records import Prompt, Segment
 from gleaner.models.rollout import collect
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.faults import fault_point
-from gleaner.tasks.keys import cache_key, code_version, digest_json
+from gleaner.tasks.keys import cache_key, code_version
 from gleaner.tasks.phase import Made, phase
 from gleaner.tasks.residents import library_versions, resident
 from gleaner.tasks.store import Record
@@ -185,7 +185,6 @@ def _make_shard(
         run_seed=context.settings.run.seed,
         step=step,
         context_limit=holder.policy.context,
-        sampling_digest=digest_json(sampling),
         store_image=context.store.put_bytes,
     )
     seconds = time.perf_counter() - started

@@ -57,13 +57,13 @@ def filled(store):
         journal.append(
             step,
             {
-                "prompts": store.put_rows(
-                    PROMPTS, [prompt(name) for name in sorted({name for name, _ in outcome})]
-                ),
+                "prompts": [
+                    store.put_rows(PROMPTS, [prompt(name) for name in sorted({name for name, _ in outcome})])
+                ],
                 "rollouts": [store.put_rows(ROLLOUTS, shard) for shard in shards],
-                "verdicts": store.put_rows(
-                    VERDICTS, [verdict(*e, success) for e, success in outcome.items()]
-                ),
+                "verdicts": [
+                    store.put_rows(VERDICTS, [verdict(*e, success) for e, success in outcome.items()])
+                ],
             },
         )
     return store
@@ -92,7 +92,7 @@ def test_an_empty_store_has_no_runs_and_an_empty_run_no_share(store):
 def test_counts_of_the_entry_save_reading_the_tables(store):
     counted = bank.counts([verdict("p", 0, True), verdict("p", 1, None), verdict("p", 2, False)])
     assert counted == {"rollouts": 3, "scored": 2, "successes": 1}
-    Journal(store, "one").append(0, {"verdicts": "0" * 64, "counts": counted})
+    Journal(store, "one").append(0, {"verdicts": ["0" * 64], "counts": counted})
     assert bank.runs(store)[0].success_share == 0.5
 
 
