@@ -278,7 +278,10 @@ class S3Files:
             self._call(lambda fs: fs.pipe_file(self._full(path), data, mode="create"))
         except FileExistsError:
             # A put whose answer was lost has succeeded, and its retry finds its own file.
-            return self.read(path) == data
+            try:
+                return self.read(path) == data
+            except FileNotFoundError:
+                return False  # taken then, and given back since
         return True
 
     def upload(self, source: Path, path: str) -> None:

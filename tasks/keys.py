@@ -91,7 +91,7 @@ def _code_version(modules: tuple[str, ...]) -> str:
         for name, path in _sources(module, whole_package=module in modules):
             source = path.read_bytes()
             digests[name] = hashlib.sha256(source).hexdigest()
-            waiting += [imported for imported in _imports(source, name) if _is_module(imported)]
+            waiting += [imported for imported in _imports(source, name) if _source_file(imported) is not None]
     return digest_json(digests)
 
 
@@ -102,16 +102,40 @@ def _sources(module: str, whole_package: bool) -> list[tuple[str, Path]]:
         if not path.is_file():
             raise ConfigurationError(f"{module} does not exist: correct the path of your own code")
         return [(path.name, path)]
-    spec = _spec(module)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+    origin = _source_file(module)
+    if origin is None:
         raise ConfigurationError(
             f"module {module} has no Python source to take a code version of: name another module"
         )
-    origin = Path(spec.origin)
-    if whole_package and spec.submodule_search_locations:
+    if whole_package and origin.name == "__init__.py":
         folder = origin.parent
-        return [(f"{module}/{path.relative_to(folder)}", path) for path in sorted(folder.rglob("*.py"))]
+        return [
+            (f"{module}/{path.relative_to(folder).as_posix()}", path) for path in sorted(folder.rglob("*.py"))
+        ]
     return [(module, origin)]
+
+
+def _source_file(module: str) -> Path | None:
+    """Where a module's source is; None if there is no such module. Imports no module of FOLLOWED_PACKAGES: they may
+    be heavy."""
+    for package in FOLLOWED_PACKAGES:
+        if module == package or module.startswith(f"{package}."):
+            inside = _package_folder(package).joinpath(*module.split(".")[2:])
+            found = (inside / "__init__.py", inside.with_suffix(".py"))
+            return next((path for path in found if path.is_file()), None)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+@functools.cache
+def _package_folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ConfigurationError(f"package {package} has no files: install Gleaner again")
+    return Path(spec.origin).parent
 
 
 def _imports(source: bytes, name: str) -> Iterable[str]:
@@ -124,18 +148,6 @@ def _imports(source: bytes, name: str) -> Iterable[str]:
         else:
             continue
         yield from (found for found in names if found.startswith(FOLLOWED_PACKAGES))
-
-
-def _is_module(name: str) -> bool:
-    return _spec(name) is not None
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec(name: str) -> Any:
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
 
 
 def _dump(value: Any) -> bytes:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleaner.conf.errors import ConfigurationError
@@ -28,11 +28,13 @@ def test_the_digest_is_sha256_of_the_canonical_form():
     assert digest_json({"a": 1}) == "015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862"
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text(), VALUES, max_size=6))
 def test_the_order_of_a_dict_does_not_matter(value):
     assert digest_json(value) == digest_json(dict(reversed(value.items())))
 
 
+@settings(max_examples=50, deadline=None)
 @given(VALUES, VALUES)
 def test_values_share_a_digest_only_if_their_json_is_the_same(one, other):
     assert (digest_json(one) == digest_json(other)) == (canonical_json(one) == canonical_json(other))
@@ -104,9 +106,20 @@ def test_whole_settings_can_be_keyed():
 
 
 def test_a_code_version_is_the_same_in_another_process():
-    program = "from gleaner.tasks.keys import code_version; print(code_version('gleaner.models.tables'))"
+    program = "from gleaner.tasks.keys import code_version; print(code_version('gleaner.models.engines'))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == code_version("gleaner.models.tables")
+    assert found.stdout.strip() == code_version("gleaner.models.engines")
+
+
+def test_a_code_version_reads_modules_and_imports_none_of_them():
+    program = """
+import sys
+from gleaner.tasks.keys import code_version
+code_version("gleaner.models", "gleaner.tasks.store")
+print(sorted({"torch", "transformers", "polars", "s3fs", "prefect"} & sys.modules.keys()))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_a_code_version_changes_with_a_helper_that_is_only_imported(tmp_path):

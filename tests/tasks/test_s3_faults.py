@@ -16,7 +16,13 @@ from gleaner.conf.schema import S3Storage
 from gleaner.tasks.store import ObjectStore, Record
 
 ERROR_BODY = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>injected</Message></Error>"
-CODES = {500: b"InternalError", 503: b"SlowDown", 403: b"ExpiredToken", 409: b"ConditionalRequestConflict"}
+CODES = {
+    500: b"InternalError",
+    503: b"SlowDown",
+    403: b"ExpiredToken",
+    409: b"ConditionalRequestConflict",
+    412: b"PreconditionFailed",
+}
 
 
 REQUESTS_OF_3_ATTEMPTS = (3, 6)
@@ -26,7 +32,7 @@ REQUESTS_OF_3_ATTEMPTS = (3, 6)
 class Proxy(ThreadingHTTPServer):
     """Forwards to an S3 server. `fail(method, path part, how, times)` arms one fault.
 
-    how: a status code; `reset` (the connection is reset before an answer); `slow` (no answer for 3 s); `cut` (half of
+    how: a status code; `reset` (the connection is reset before an answer); `slow` (no answer for 1.5 s); `cut` (half of
     the body, then a reset); `lost` (the request is done, its answer is not sent).
     """
 
@@ -63,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         if how == "reset":
             return self.reset()
         if how == "slow":
-            time.sleep(3)
+            time.sleep(1.5)
             return self.reset()
         if isinstance(how, int):
             return self.send(how, {"Content-Type": "application/xml"}, ERROR_BODY % CODES[how])
@@ -115,7 +121,7 @@ def proxy(moto_url):
 @pytest.fixture
 def faulty_store(proxy, moto_storage):
     storage = S3Storage(bucket=moto_storage.bucket, prefix="store", endpoint_url=proxy.url)
-    return ObjectStore(storage, attempts=3, timeout_seconds=1)
+    return ObjectStore(storage, attempts=3, timeout_seconds=0.5)
 
 
 @pytest.fixture
@@ -189,6 +195,13 @@ def test_a_publication_whose_answer_was_lost_counts_as_won(proxy, faulty_store):
 def test_a_conflict_of_two_conditional_puts_is_tried_again(proxy, faulty_store):
     proxy.fail("PUT", "/keys/", 409, times=1)
     assert faulty_store.publish("k", Record({}, {"n": 1})).facts == {"n": 1}
+
+
+def test_a_lease_that_is_given_back_in_between_is_asked_for_again(proxy, faulty_store):
+    """The put is told that the name is taken, and a moment later nothing is there."""
+    proxy.fail("PUT", "/leases/", 412, times=1)
+    _, hit = faulty_store.memoise("k", lambda: Record({}))
+    assert not hit
 
 
 def test_an_expired_token_is_not_retried_and_names_the_variables(proxy, faulty_store):
