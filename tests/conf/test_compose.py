@@ -176,7 +176,7 @@ def test_a_path_is_taken_as_it_was_typed(path: str) -> None:
     assert compose(["environment=math", f"environment.path={path}"]).environment.path == path
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.text(st.characters(exclude_categories=["C", "Z"], exclude_characters="$,\\"), max_size=12))
 def test_any_file_name_survives(name: str) -> None:
     path = f"/data/{name}.jsonl"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gleaner.conf.compose import compose, validate
 from gleaner.conf.schema import CompareSettings, GleanerSettings
-from gleaner.flows.cli import app
+from gleaner.flows.cli import app, main
 from gleaner.flows.runtime import prepare_process
 
 COMMAND = Path(sys.executable).with_name("gleaner")
@@ -25,30 +25,9 @@ def gleaner(*words: str, folder: Path, **variables: str) -> subprocess.Completed
     )
 
 
-def heavy_imports(*words: str, folder: Path) -> set[str]:
-    """Which heavy packages the command has imported by its end."""
-    program = (
-        "import sys\n"
-        "from gleaner.flows.cli import main\n"
-        f"sys.argv = ['gleaner', *{list(words)!r}]\n"
-        "try:\n"
-        "    main()\n"
-        "finally:\n"
-        "    heavy = {'torch', 'prefect', 'mlflow', 'transformers', 'trl', 'polars', 'datasets', 'vllm'}\n"
-        "    print('HEAVY', *sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=folder, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 0, ended.stderr
-    last = ended.stderr.strip().splitlines()[-1].split()
-    assert last[0] == "HEAVY"
-    return set(last[1:])
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_needs_no_heavy_library_imports_none(tmp_path: Path) -> None:
+    """One process for all commands: what any of them imported would be there at the end."""
+    commands = [
         ["--help"],
         ["run", "--help"],
         ["bank", "--help"],
@@ -57,11 +36,23 @@ def heavy_imports(*words: str, folder: Path) -> set[str]:
         ["settings"],
         ["run", "grpo", "--dry-run"],
         ["compare", "smoke", "--dry-run"],
-    ],
-    ids=" ".join,
-)
-def test_what_needs_no_heavy_library_imports_none(words: list[str], tmp_path: Path) -> None:
-    assert heavy_imports(*words, folder=tmp_path) == set()
+    ]
+    program = (
+        "import contextlib, sys\n"
+        "from gleaner.flows.cli import main\n"
+        f"for words in {commands!r}:\n"
+        "    sys.argv = ['gleaner', *words]\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        main()\n"
+        "heavy = {'torch', 'prefect', 'mlflow', 'transformers', 'trl', 'polars', 'datasets', 'vllm'}\n"
+        "print('HEAVY', *sorted(heavy & set(sys.modules)))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "compare-smoke" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "HEAVY"
 
 
 def test_folders_of_the_same_names_around_it_do_not_matter(tmp_path: Path) -> None:
@@ -124,35 +115,46 @@ def test_a_comparison_hands_the_users_presets_to_its_arms(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["run", "grpo", "run.stesp=4"], "gleaner: run.stesp is no setting: did you mean run.steps?"),
+        (["run", "grpo", "run.stesp=4"], "run.stesp is no setting: did you mean run.steps?"),
         (
             ["run", "grop"],
-            "gleaner: grop is no method: run warmstart or one of cispo, dapo, dr_grpo, grpo, gspo",
+            "grop is no method: run warmstart or one of cispo, dapo, dr_grpo, grpo, gspo",
         ),
         (
             ["run", "grpo", "run.group_size=1"],
-            "gleaner: a group of one has no advantage: set run.group_size to 2",
+            "a group of one has no advantage: set run.group_size to 2",
         ),
-        (["compare", "smok"], "gleaner: compare=smok is no preset: choose one of grpo_family, smoke"),
-        (["presets", "colour"], "gleaner: colour is no group of presets: choose one of environment"),
+        (["compare", "smok"], "compare=smok is no preset: choose one of grpo_family, smoke"),
+        (["presets", "colour"], "colour is no group of presets: choose one of environment"),
         (["bank", "show", "no-such-run"], "has no run no-such-run: name one of its runs (none)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_error_is_one_message_and_exit_code_2(words: list[str], sentence: str, tmp_path: Path) -> None:
-    ended = gleaner(*words, folder=tmp_path)
-    assert ended.returncode == 2
-    assert sentence in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in ended.stderr
+def test_an_error_is_one_message_and_exit_code_2(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gleaner", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("gleaner: ")
+    assert sentence in message
+    assert len(message.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", [["--debug", "run", "grpo", "a=1"], ["run", "grpo", "a=1", "--debug"]])
-def test_debug_shows_the_traceback_wherever_it_stands(words: list[str], tmp_path: Path) -> None:
-    ended = gleaner(*words, folder=tmp_path)
-    assert ended.returncode != 0
-    assert "Traceback" in ended.stderr
-    assert "ConfigurationError: a is no setting" in ended.stderr
+def test_a_traceback_is_shown_only_on_request(tmp_path: Path) -> None:
+    plain = gleaner("run", "grpo", "a=1", folder=tmp_path)
+    assert plain.returncode == 2
+    assert "Traceback" not in plain.stderr
+    debugged = gleaner("run", "grpo", "a=1", "--debug", folder=tmp_path)
+    assert "Traceback" in debugged.stderr
+    assert "ConfigurationError: a is no setting" in debugged.stderr
 
 
 def test_presets_and_settings_are_listed(tmp_path: Path) -> None:
@@ -164,15 +166,13 @@ def test_presets_and_settings_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_own_presets_is_used_and_listed(tmp_path: Path) -> None:
-    (tmp_path / "mine" / "experiment").mkdir(parents=True)
-    (tmp_path / "mine" / "experiment" / "quick.yaml").write_text(
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "quick.yaml").write_text(
         "# @package _global_\n# Over in a moment.\nrun: {steps: 1}\n"
     )
-    ended = gleaner("run", "grpo", "experiment=quick", "--presets", "mine", "--dry-run", folder=tmp_path)
-    assert yaml.safe_load(ended.stdout)["run"]["steps"] == 1
-    assert (
-        "Over in a moment." in gleaner("presets", "experiment", "--presets", "mine", folder=tmp_path).stdout
-    )
+    resolved = yaml.safe_load(dry_run("run", "grpo", "experiment=quick", "--presets", str(tmp_path)))
+    assert resolved["run"]["steps"] == 1
+    assert "Over in a moment." in gleaner("presets", "experiment", "--presets", ".", folder=tmp_path).stdout
 
 
 def test_preparing_a_process_sets_what_is_unset_and_keeps_what_the_user_set(
