@@ -151,7 +151,7 @@ class LoraSettings(Settings):
 
 
 class TinyPolicy(Settings):
-    """A Qwen2-shaped policy of 0.1 to 2 M parameters with a tokenizer of its own, built on the spot."""
+    """A Llama-shaped policy of 0.1 to 2 M parameters with a tokenizer of its own, built on the spot."""
 
     kind: Literal["tiny"] = "tiny"
     hidden: int = Field(64, ge=8)

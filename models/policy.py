@@ -23,11 +23,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -124,9 +124,13 @@ def build_policy(settings: AnyPolicy, environment: Environment, seed: int) -> Po
 
 
 def build_tiny(settings: TinyPolicy, environment: Environment) -> Policy:
-    """A Qwen2-shaped policy with random weights: multi-query attention, tied embeddings, float32."""
+    """A Llama-shaped policy with random weights: multi-query attention, tied embeddings, float32.
+
+    Llama, not Qwen2: for a Qwen2 folder transformers ignores the tokenizer's own splitting and normalises text, so
+    the saved policy would not encode as the trained one did.
+    """
     tokenizer = train_tokenizer(environment, settings.vocabulary)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden,
         num_hidden_layers=settings.layers,
@@ -141,7 +145,7 @@ def build_tiny(settings: TinyPolicy, environment: Environment) -> Policy:
         dtype="float32",
     )
     config._attn_implementation = "sdpa"
-    model: Any = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     return ready_policy(model, tokenizer, settings.context)
 
 
@@ -200,13 +204,29 @@ def tokenizer_texts(environment: Environment) -> Iterator[str]:
 
 def load_pretrained(settings: PretrainedPolicy) -> Policy:
     """Load a local folder, a hub id, or a package's weights. Code from the hub is never run."""
-    if settings.path.startswith("package:"):
-        path, revision = str(packaged_folder(settings.path.removeprefix("package:"))), None
-    else:
-        path, revision = settings.path, settings.revision
+    path, revision = source_of(settings)
     return load_checked(
         path, revision=revision, dtype=settings.dtype, attention=settings.attention, context=settings.context
     )
+
+
+def load_tokenizer(settings: PretrainedPolicy) -> PreTrainedTokenizerBase:
+    """The tokenizer alone, so that prompts can be measured before any weights are loaded."""
+    path, revision = source_of(settings)
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigurationError(
+            f"policy.path={path} has no tokenizer that can be loaded ({str(error).strip().splitlines()[0]}): give a "
+            "folder or a hub id that holds one"
+        ) from error
+
+
+def source_of(settings: PretrainedPolicy) -> tuple[str, str | None]:
+    """(folder or hub id, revision)."""
+    if settings.path.startswith("package:"):
+        return str(packaged_folder(settings.path.removeprefix("package:"))), None
+    return settings.path, settings.revision
 
 
 def load_policy(
