@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gleaner.conf.errors import ConfigurationError, ContractError, StaleWeightsError, TransientError
 from gleaner.conf.schema import SamplingSettings
@@ -212,47 +212,35 @@ class VllmEngine:
 
     def sample(self, turns: Sequence[Turn], sampling: SamplingSettings) -> list[Completion]:
         self._require_weights()
-        if not turns:
-            return []
         from vllm import SamplingParams
 
+        if not all(len(turn.context_ids) for turn in turns):
+            raise ContractError("a turn has an empty context: give at least one token")
+        # A context that fills the engine's limit has no turn left, as in the other engine.
+        completions = [Completion([], [], "length") for _ in turns]
+        places = [place for place, turn in enumerate(turns) if len(turn.context_ids) < self._limit]
         params = [
             SamplingParams(
                 n=1,
-                seed=turn.seed % 2**63,
+                seed=turns[place].seed % 2**63,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=min(sampling.max_new_tokens, self._room(turn.context_ids)),
+                max_tokens=min(sampling.max_new_tokens, self._limit - len(turns[place].context_ids)),
                 stop_token_ids=self._stop_ids,
                 ignore_eos=True,  # stop_token_ids are the whole truth
                 logprobs=0,
                 detokenize=False,
             )
-            for turn in turns
+            for place in places
         ]
-        outputs = [
-            result.outputs[0] for result in self._generate([turn.context_ids for turn in turns], params)
-        ]
-        return [
-            Completion(
-                ids=list(output.token_ids),
-                logprobs=[
-                    at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)
-                ],
-                finish_reason="stop" if output.finish_reason == "stop" else "length",
-            )
-            for output in outputs
-        ]
-
-    def _room(self, context_ids: Sequence[int]) -> int:
-        room = self._limit - len(context_ids)
-        if room < 1:
-            raise ContractError(
-                f"a context of {len(context_ids)} tokens leaves no room below the engine's limit of {self._limit}: "
-                "end the episode before, or raise policy.context"
-            )
-        return room
+        results = self._generate([turns[place].context_ids for place in places], params)
+        for place, output in zip(places, (result.outputs[0] for result in results), strict=True):
+            ids = list(output.token_ids)
+            logprobs = [at[token].logprob for at, token in zip(output.logprobs, ids, strict=True)]
+            finish_reason: Literal["stop", "length"] = "stop" if output.finish_reason == "stop" else "length"
+            completions[place] = Completion(ids, logprobs, finish_reason)
+        return completions
 
     # ---------------------------------------------------------------------------------------- scoring
 

@@ -138,8 +138,12 @@ def test_a_context_near_the_limit_leaves_its_room_and_a_full_sequence_scores(at_
     with at_a.session(SamplingSettings(max_new_tokens=50)) as session:
         (done,) = session.sample([Turn(0, context, 1)])
         assert len(done.ids) <= 3
-        with pytest.raises(ContractError, match="leaves no room"):
-            session.sample([Turn(0, [*context, 5, 6, 7], 1)])
+        (full,) = session.sample([Turn(0, [*context, 5, 6, 7], 1)])
+        assert (full.ids, full.finish_reason) == ([], "length")
+        with pytest.raises(ContractError, match="empty context"):
+            session.sample([Turn(0, [], 1)])
+    with pytest.raises(ContractError, match="at most"):
+        at_a.score([context], [[5, 6, 7, 8]])
     scored = at_a.score([context], [[5, 6, 7]])[0]
     expected = plain_logprobs(folders["a"], context, [5, 6, 7], 1.0)
     assert abs(scored.logprobs[2] - float(expected[2, 7])) < 1e-4
