@@ -12,11 +12,12 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Generic, TypeVar, get_args
 
 import pandera.polars as pa
 import polars as pl
+import pyarrow
 
 from gleaner.conf.errors import ContractError, CorruptArtifactError
 from gleaner.conf.schema import Split
@@ -111,7 +112,7 @@ def encode(table: Table[Any], frame: pl.DataFrame) -> bytes:
     validate(table, frame)
     buffer = io.BytesIO()
     header = json.dumps({"table": table.name, "version": table.version})
-    frame.write_parquet(buffer, compression="zstd", metadata={METADATA_KEY: header})
+    frame.write_parquet(buffer, compression="zstd", statistics=False, metadata={METADATA_KEY: header})
     return buffer.getvalue()
 
 
@@ -227,12 +228,27 @@ def frame_of(name: str, columns: Mapping[str, Any], values: Mapping[str, Sequenc
     series = []
     for column, kind in columns.items():
         try:
-            series.append(pl.Series(column, values[column], dtype=kind, strict=True))
-        except (TypeError, OverflowError, ValueError, pl.exceptions.PolarsError) as error:
+            if isinstance(kind, pl.List):  # by way of arrow, in a quarter of the time that polars takes
+                # Cast, not built as that type: the cast refuses 1.5 as an integer, building makes it 1.
+                series.append(pl.Series(column, pyarrow.array(values[column]).cast(_arrow_type(kind))))
+            else:
+                series.append(pl.Series(column, values[column], dtype=kind, strict=True))
+        except (
+            TypeError,
+            OverflowError,
+            ValueError,
+            pyarrow.ArrowException,
+            pl.exceptions.PolarsError,
+        ) as error:
             raise ContractError(
                 f"{name}: column {column} does not fit {kind} ({error}): correct the values"
             ) from None
     return pl.DataFrame(series)
+
+
+@cache
+def _arrow_type(kind: pl.DataType) -> pyarrow.DataType:
+    return pl.Series([], dtype=kind).to_arrow().type
 
 
 def non_empty(column: str) -> Rule:

@@ -290,16 +290,15 @@ class ObjectStore:
         Returns:
             (record, hit): hit is False if `make` ran here.
         """
-        found = self.lookup(key)
-        if found is None:
-            lease, taken_over = claim(self.files, key, lease_seconds, lambda: self._record(key) is not None)
+        while (found := self.lookup(key)) is None:
+            lease, taken_over = claim(self.files, key, lease_seconds, lambda: self.lookup(key) is not None)
             self.counts["takeovers"] += taken_over
             if lease is None:
                 self.counts["waits"] += 1
-                return self.memoise(key, make, lease_seconds=lease_seconds)
+                continue
             with lease:
-                found = self.lookup(key)  # the owner before us may have finished between our two looks
-                if found is None:
+                # The owner before us may have finished between our look at the key and our claim.
+                if self.lookup(key) is None:
                     self.counts["misses"] += 1
                     self._begin_attempt(key)
                     return self.publish(key, make()), False

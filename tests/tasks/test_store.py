@@ -275,6 +275,7 @@ def a_lease_that_is_renewed_is_waited_for(store):
         store.publish("k", Record({}, {"by": "the other machine"}))
 
     store.files.write("leases/k/000001.json", json.dumps(body).encode())
+    store.files.write("keys/k.json", b"damaged, and what the other machine is about to replace")
     other = threading.Thread(target=other_machine)
     other.start()
     record, hit = store.memoise("k", lambda: pytest.fail("two makers"))
