@@ -63,13 +63,12 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden_NH), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             hidden, targets, grad = hidden_NH[part], targets_N[part], grad_N[part]
+            # d logp / d logits = (onehot(target) - softmax) / temperature
             if kept is None:
                 logits_CV = _logits(hidden, head_weight_VH, bias_V, ctx.temperature)
-                grad_CV = (logits_CV - lse_N[part].unsqueeze(1)).exp_()
+                grad_CV = (logits_CV - lse_N[part].unsqueeze(1)).exp_().mul_(-grad.unsqueeze(1))
             else:
-                grad_CV = kept.clone()
-            # d logp / d logits = (onehot(target) - softmax) / temperature
-            grad_CV.mul_(-grad.unsqueeze(1))
+                grad_CV = kept * -grad.unsqueeze(1)
             grad_CV.scatter_add_(1, targets.unsqueeze(1), grad.unsqueeze(1))
             if ctx.temperature != 1.0:
                 grad_CV.div_(ctx.temperature)

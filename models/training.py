@@ -139,11 +139,12 @@ def _loss_inputs(
     support_logprobs: list[Floats] = []
     support_coef: list[Floats] = []
     for row, offset in zip(rows, np.cumsum([0, *tokens.counts[:-1]]), strict=True):
-        if row.distill_kind != "topk" or row.distill_coef is None or row.support_tokens is None:
+        if row.distill_kind != "topk" or row.distill_coef is None or not row.distill_coef.any():
             continue
-        if row.support_ids is None or row.support_logprobs is None:
+        if row.support_tokens is None or row.support_ids is None or row.support_logprobs is None:
             raise ContractError(
-                f"row {row.key} distils on supports but stores none: give support_ids and their logprobs"
+                f"row {row.key} distils on supports but stores none: give support_tokens, support_ids and "
+                "support_logprobs"
             )
         support_tokens.append(row.support_tokens + offset)
         support_ids.append(row.support_ids)
@@ -388,12 +389,12 @@ class Learner:
             inputs, support_tokens, support_ids = _loss_inputs(
                 members, tokens, self.accelerator.device, self._dtype
             )
-            logprobs_N, entropy_N, support_MK = self._module(
-                tokens, objective.temperature, support_tokens, support_ids, objective.distill_temperature
-            )
-            outputs = policy_loss(objective, inputs, logprobs_N, entropy_N, support_MK)
-            forwarded = time.perf_counter()
             with self._synchronise(last=position == len(share) - 1):
+                logprobs_N, entropy_N, support_MK = self._module(
+                    tokens, objective.temperature, support_tokens, support_ids, objective.distill_temperature
+                )
+                outputs = policy_loss(objective, inputs, logprobs_N, entropy_N, support_MK)
+                forwarded = time.perf_counter()
                 self.accelerator.backward(outputs.loss * weight if weight != 1.0 else outputs.loss)
             report.seconds["forward"] += forwarded - started
             report.seconds["backward"] += time.perf_counter() - forwarded

@@ -1,15 +1,21 @@
 """The update, on a real (tiny) model: determinism, state, skipped steps, rows without gradient, LoRA."""
 
 import copy
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gleaner.conf.errors import ConfigurationError, CorruptArtifactError
+from gleaner.conf.errors import ConfigurationError, ContractError, CorruptArtifactError
 from gleaner.conf.schema import GrpoMethod, UpdateSettings
 from gleaner.models.methods.grpo import grpo_signal
 from gleaner.models.records import Segment, Verdict
@@ -329,3 +335,177 @@ def test_the_k3_term_moves_a_dead_group_back_towards_the_reference():
     for _ in range(8):  # Adam's momentum still carries the first updates away
         later = learner.apply(pulled())
     assert later["update/kl_reference"] < metrics["update/kl_reference"] / 2
+
+
+# ------------------------------------------------------------------------------------- distillation hooks
+
+
+def plain_logits(model, segment: Segment) -> torch.Tensor:
+    """(n, V) logits that predict the segment's sampled tokens, from an ordinary forward pass."""
+    ids = torch.tensor([segment.context_ids + segment.sampled_ids])
+    return model(ids).logits[0, len(segment.context_ids) - 1 : -1]
+
+
+def plain_gradient(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_topk_supports_of_some_tokens_and_rows_give_the_plain_gradient():
+    model, random = tiny_model().double(), np.random.default_rng(1)
+    segments = [make_segment("a", i, length) for i, length in enumerate((6, 3, 8))]
+    rows, expected = [], torch.zeros((), dtype=torch.float64)
+    for index, segment in enumerate(segments):
+        n, taught = len(segment.logprobs), np.array([0, 2])
+        if index == 1:  # a row without distillation between two with it
+            rows.append(row_of(segment, "r", 0.1, 1.0, logprobs_of(model, segment)))
+            logprobs = torch.log_softmax(plain_logits(model, segment), 1)
+            chosen = logprobs.gather(1, torch.tensor(segment.sampled_ids).unsqueeze(1)).squeeze(1)
+            expected = expected - 0.1 * torch.exp(chosen - chosen.detach()).sum()
+            continue
+        ids = np.stack([random.permutation(50)[:4] for _ in taught])
+        teacher = random.normal(-2, 1, (2, 4))
+        coef = np.zeros(n)
+        coef[taught] = [0.3, 0.7]
+        rows.append(
+            row_of(
+                segment, "r", 0.0, 0.0, distill_kind="topk", distill_source="experience", distill_coef=coef,
+                support_tokens=taught, support_ids=ids, support_logprobs=teacher,
+            )
+        )  # fmt: skip
+        student = torch.log_softmax(
+            plain_logits(model, segment)[taught].gather(1, torch.tensor(ids)) / 0.7, 1
+        )
+        target = torch.log_softmax(torch.tensor(teacher), 1)
+        expected = (
+            expected
+            + (
+                torch.tensor([0.3, 0.7], dtype=torch.float64) * (student.exp() * (student - target)).sum(1)
+            ).sum()
+        )
+    signal = LearningSignal(Objective(distill_temperature=0.7), rows)
+    assert_close(gradient(signal, model=copy.deepcopy(model)), plain_gradient(model, expected))
+
+
+def logprobs_of(model, segment: Segment) -> np.ndarray:
+    return make_learner(model=model).score([segment], temperature=1.0)[0]
+
+
+def test_a_teacher_moves_an_all_fail_group_that_the_reward_cannot():
+    model = tiny_model().double()
+    segments = [make_segment("c", i, 5) for i in range(2)]
+    teachers = [np.full(5, -1.0), np.full(5, -6.0)]
+    rows, expected = [], torch.zeros((), dtype=torch.float64)
+    for segment, teacher in zip(segments, teachers, strict=True):
+        old = logprobs_of(model, segment)
+        rows.append(
+            row_of(segment, "r", 0.1, 0.0, old, distill_kind="sampled", distill_source="teacher",
+                   distill_coef=np.full(5, 0.2), teacher_logprobs=teacher)
+        )  # fmt: skip
+        logprobs = torch.log_softmax(plain_logits(model, segment), 1)
+        chosen = logprobs.gather(1, torch.tensor(segment.sampled_ids).unsqueeze(1)).squeeze(1)
+        expected = expected - (0.2 * (torch.tensor(teacher) - chosen.detach()) * chosen).sum()
+    found = gradient(LearningSignal(Objective(), rows), model=copy.deepcopy(model))
+    assert_close(found, plain_gradient(model, expected))
+
+
+def test_a_coefficient_of_zero_leaves_grpo_bit_for_bit():
+    signal = make_signal(WITH_DEAD)
+    with_zeros = [
+        replace(row, distill_kind="sampled", distill_source="teacher", distill_coef=np.zeros(len(row.pg_coef)),
+                teacher_logprobs=np.full(len(row.pg_coef), np.nan))
+        for row in signal.rows
+    ]  # fmt: skip
+    plain, zeros = make_learner(), make_learner()
+    plain.apply(signal)
+    zeros.apply(LearningSignal(signal.objective, with_zeros))
+    assert_same_bits(weights(zeros), weights(plain))
+
+
+def test_supports_of_different_sizes_are_refused():
+    rows = [
+        row_of(make_segment("a", i, 4), "r", 0.0, 0.0, distill_kind="topk", distill_coef=np.full(4, 0.1),
+               support_tokens=np.array([0]), support_ids=np.arange(size)[None], support_logprobs=np.zeros((1, size)))
+        for i, size in enumerate((3, 4))
+    ]  # fmt: skip
+    with pytest.raises(ContractError, match="differ in size"):
+        make_learner().apply(LearningSignal(Objective(), rows))
+
+
+def test_topk_without_supports_is_refused():
+    row = row_of(make_segment("a", 0, 4), "r", 0.0, 0.0, distill_kind="topk", distill_coef=np.full(4, 0.1))
+    with pytest.raises(ContractError, match="stores none"):
+        make_learner().apply(LearningSignal(Objective(), [row]))
+
+
+def test_a_microbatch_larger_than_the_minibatch_is_one_forward():
+    metrics = make_learner(SETTINGS.model_copy(update={"tokens_per_microbatch": 10**9})).apply(
+        make_signal(MIXED)
+    )
+    assert metrics["update/steps"] == 1
+    assert np.isfinite(metrics["update/grad_norm"])
+
+
+# ------------------------------------------------------------------------------------ devices, processes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gives_the_gradient_of_the_cpu():
+    signal = make_signal(WITH_DEAD)
+    on_gpu = gradient(signal)
+    cpu_learner = make_learner(SETTINGS.model_copy(update={"max_grad_norm": 1e9}))
+    assert cpu_learner.accelerator.device.type == "cuda"
+    model = tiny_model()
+    rows = [row for row in signal.rows if row.active]
+    loss = torch.zeros(())
+    for row in rows:
+        ids = torch.tensor([[*row.context_ids, *row.sampled_ids]])
+        logprobs = torch.log_softmax(model(ids).logits[0, len(row.context_ids) - 1 : -1], 1)
+        chosen = logprobs.gather(1, torch.tensor(row.sampled_ids).unsqueeze(1)).squeeze(1)
+        ratio = torch.exp(chosen - torch.tensor(row.old_logprobs, dtype=torch.float32))
+        advantage = torch.tensor(row.advantage, dtype=torch.float32)
+        surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        loss = loss - (torch.tensor(row.pg_coef, dtype=torch.float32) * surrogate).sum()
+    for name, expected in plain_gradient(model, loss).items():
+        assert (on_gpu[name].cpu() - expected).norm() <= 1e-3 * expected.norm() + 1e-6, name
+
+
+TWO_PROCESSES = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(100, exit=True)  # a deadlock ends here, and says where
+sys.path.insert(0, sys.argv[1])
+from test_training import SETTINGS, WITH_DEAD, make_learner, make_signal, weights
+from safetensors import safe_open
+from safetensors.torch import save_file
+learner = make_learner(SETTINGS.model_copy(update={"tokens_per_microbatch": 40}))
+metrics = learner.apply(make_signal(WITH_DEAD, minibatches=2))
+if learner.accelerator.is_main_process:
+    save_file(weights(learner), sys.argv[2], metadata={"processes": str(learner.accelerator.num_processes),
+              "tokens": str(metrics["update/tokens"]), "loss": str(metrics["update/loss"])})
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_step_of_one(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = [str(script), str(Path(__file__).parent), str(tmp_path / "two.safetensors")]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, *arguments], check=True, timeout=150, env=environment)
+    with safe_open(tmp_path / "two.safetensors", "pt") as stored:
+        metadata = stored.metadata()
+    assert metadata["processes"] == "2"
+    alone = make_learner(SETTINGS.model_copy(update={"tokens_per_microbatch": 40}))
+    metrics = alone.apply(make_signal(WITH_DEAD, minibatches=2))
+    assert float(metadata["tokens"]) == metrics["update/tokens"]
+    assert float(metadata["loss"]) == pytest.approx(metrics["update/loss"], rel=1e-5)
+    for name, value in load_file(tmp_path / "two.safetensors").items():
+        torch.testing.assert_close(value, weights(alone)[name], rtol=1e-3, atol=1e-5)
