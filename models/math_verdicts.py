@@ -32,6 +32,7 @@ LAST_MATH = re.compile(
     r"|(?<![\w.])(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.\d+|(?<![\d.])\.\d+)?(?<=\d)(?:\s*/\s*\d+)?(?:\s*\\?%)?)",
     re.DOTALL,
 )
+BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)(.+?)\*\*(?!\w)", re.DOTALL)
 PROSE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 
 NOT_UNITS = re.compile(
@@ -190,7 +191,7 @@ def _sentence_end(text: str) -> int:
 
 def _formula_in(phrase: str) -> str:
     """The formula of a phrase if it has exactly one between dollars or the like, else the phrase."""
-    plain = phrase.replace("**", "").replace("`", "").strip(" \t_*")
+    plain = _without_bold(phrase).replace("`", "").strip(" \t_*")
     formulas = [m for m in LAST_MATH.finditer(plain) if not m["number"] and not m["fraction"]]
     if len(formulas) == 1 and not plain.startswith(r"\boxed"):
         outside = plain[: formulas[0].start()] + plain[formulas[0].end() :]
@@ -203,11 +204,14 @@ def _formula_in(phrase: str) -> str:
 
 def _last_formula(text: str) -> str | None:
     found = [
-        next(group for group in m.groups() if group)
-        for m in LAST_MATH.finditer(text.replace("**", ""))
-        if m[0]
+        next(group for group in m.groups() if group) for m in LAST_MATH.finditer(_without_bold(text)) if m[0]
     ]
     return found[-1].strip() if found else None
+
+
+def _without_bold(text: str) -> str:
+    """Without markdown's bold, but with the powers of x**2."""
+    return BOLD.sub(r"\1", text)
 
 
 def _without_commands(text: str) -> str:
@@ -227,7 +231,7 @@ def _normalised(answer: str) -> str:
         text = text.replace(letter, latex)
     text = text.replace(r"\$", "").replace("$", "").replace("€", "").replace("£", "")
     text = re.sub(r"\\[()\[\]]", "", text)
-    text = text.replace("**", "") if text.startswith("**") or text.endswith("**") else text
+    text = _without_bold(text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits|bigl?|bigr?|Bigl?|Bigr?)(?![A-Za-z])\.?", "", text)
     text = re.sub(r"\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
@@ -248,6 +252,8 @@ def _normalised(answer: str) -> str:
 
 
 def _squeezed(text: str) -> str:
+    """For comparison as text: without spaces (but `1 2` is not `12`), case, and braces around one letter."""
+    text = re.sub(r"(?<!\\)\{(\w)\}", r" \1", text)
     return text.replace(" ", "").casefold() if not re.search(r"\d \d", text) else text.casefold()
 
 

@@ -373,13 +373,11 @@ def _run_job(job: _Job, deadline_seconds: float) -> _Answer:
     try:
         for name in (*job.functions, *(() if job.outcome else (job.verifier,))):
             load_object(name)
-    except Exception as error:
+        with _alarm(deadline_seconds):
+            answer = _Answer("scored", job.outcome) if job.outcome else _run_verifier(job)
+            return answer if answer.outcome is None else _run_functions(job, answer.outcome)
+    except BaseException as error:  # SystemExit too: raised again in the caller, it would end the run
         return _Answer("error", reason=f"{type(error).__name__}: {error}")
-    with _alarm(deadline_seconds):
-        answer = _Answer("scored", job.outcome) if job.outcome else _run_verifier(job)
-        if answer.outcome is None:
-            return answer
-        return _run_functions(job, answer.outcome)
 
 
 @contextlib.contextmanager

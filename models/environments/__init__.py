@@ -72,10 +72,10 @@ def _user_environment(settings: PythonEnvironment, seed: int) -> Environment:
             f"{settings.path} lacks {', '.join(missing)}: an environment has all members of "
             "gleaner.models.environments.base.Environment"
         )
-    if "max_turns" in settings.model_fields_set and settings.max_turns != environment.max_turns:
+    if settings.max_turns not in (1, environment.max_turns):
         raise ConfigurationError(
-            f"environment.max_turns={settings.max_turns}, but {settings.path} has {environment.max_turns} turns: set it "
-            "in environment.options, if the class takes it, and leave environment.max_turns out"
+            f"environment.max_turns={settings.max_turns}, but {settings.path} has {environment.max_turns} turns: leave "
+            "the setting out, and set the turns in environment.options if the class takes them"
         )
     made: Environment = environment
     return made

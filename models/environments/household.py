@@ -320,11 +320,7 @@ class Expert:
             if self.task == "clean" and self.thing not in self.cleaned:
                 return f"clean {self.thing}" if self.here == SINK else f"go to {SINK}"
             targets = [place for place in self.places if place.split()[0] == self.target]
-            goal = (
-                self.here
-                if self.here in targets
-                else min(targets, key=lambda place: place not in self.opened)
-            )
+            goal = min(targets, key=lambda place: (place != self.here, place not in self.opened))
             return self._reach(goal) or _put(self.thing, goal)
         known = next((place for place, things in self.seen.items() if self.thing in things), None)
         if known is not None:
