@@ -42,11 +42,10 @@ def aggregation_weights(
     minibatch_B: npt.NDArray[np.int64],
     max_tokens: int,
 ) -> Floats:
-    """(B,) weight of each token of an episode, such that a mini-batch's loss is the sum of weight * token
-    term.
+    """(B,) weight of each token of an episode: a mini-batch's loss is the sum of weight * token term.
 
-    token_mean: 1 / tokens of the mini-batch (DAPO). sequence_mean: 1 / (episodes * the episode's tokens)
-        (GRPO).
+    token_mean: 1 / tokens of the mini-batch (DAPO).
+    sequence_mean: 1 / (episodes * the episode's tokens) (GRPO).
     constant: 1 / (episodes * max_tokens) (Dr.GRPO).
 
     Args:
