@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 
 from gleaner.conf.errors import ConfigurationError, GleanerError
 from gleaner.conf.presets import GROUPS, available_presets
@@ -141,11 +141,11 @@ def export(
 def bank_ls(overrides: Overrides = None) -> None:
     """List the runs in the store: gleaner bank ls [storage=s3 ...]."""
     bank, store = _open_bank(overrides)
-    table = Table("run", "steps", "rollouts", "scored", "success", "started")
+    table = Table(Column("run", overflow="fold"), "steps", "rollouts", "scored", "success", "started")
     for summary in bank.runs(store):
         share = "" if summary.success_share is None else f"{summary.success_share:.3f}"
         counts = (summary.steps, summary.rollouts, summary.scored)
-        table.add_row(summary.run, *map(str, counts), share, summary.started)
+        table.add_row(summary.run, *map(str, counts), share, summary.started[:16])
     console.print(table)
 
 
@@ -169,14 +169,12 @@ def bank_show(
         console.print(table)
         return
     group = bank.group(store, run, step, prompt)
-    for message in group.prompt.messages:
-        console.print(f"[bold]{message['role']}[/bold] {escape(str(message['content']))}")
+    _print_messages(group.prompt.messages)
     for member in group.members:
         verdict = member.verdict
         judged = "not verified" if verdict is None else f"{verdict.status}, reward {verdict.reward}"
         console.rule(f"rollout {member.sample}: {judged}", align="left")
-        for message in member.segments[-1].transcript:
-            console.print(f"[bold]{message['role']}[/bold] {escape(str(message['content']))}")
+        _print_messages(member.segments[-1].transcript)
 
 
 @bank_app.command("export")
@@ -300,6 +298,16 @@ def _print_resolved(settings: Settings, destinations: list[str]) -> None:
 def _open_bank(overrides: list[str] | None) -> tuple[Any, Any]:
     storage = _compose(overrides or [], None).storage
     return importlib.import_module("gleaner.tasks.bank"), _load("gleaner.tasks.store:ObjectStore")(storage)
+
+
+def _print_messages(messages: list[dict[str, Any]]) -> None:
+    for message in messages:
+        # A policy may sample anything, the codes that steer a terminal too.
+        text = "".join(
+            c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+            for c in str(message["content"])
+        )
+        console.print(f"[bold]{message['role']}[/bold] {escape(text)}", highlight=False)
 
 
 def _load(where: str) -> Callable[..., Any]:

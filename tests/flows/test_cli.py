@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from gleaner.conf.compose import compose, validate
 from gleaner.conf.schema import CompareSettings, GleanerSettings
-from gleaner.flows.cli import app, main
+from gleaner.flows.cli import _print_messages, app, main
 from gleaner.flows.runtime import prepare_process
 
 COMMAND = Path(sys.executable).with_name("gleaner")
@@ -214,3 +214,8 @@ def test_prefect_sees_what_the_process_was_given(tmp_path: Path) -> None:
     )
     home = tmp_path / ".gleaner" / "prefect"
     assert ended.stdout.split() == [str(home), str(home / "memo_store.toml"), "120", "False"], ended.stderr
+
+
+def test_what_a_policy_sampled_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    _print_messages([{"role": "assistant", "content": "a\x1b[2Jb\n[red]c"}])
+    assert capsys.readouterr().out == "assistant a\ufffd[2Jb\n[red]c\n"
