@@ -57,8 +57,6 @@ class Household:
             raise ConfigurationError(
                 f"environment.objects={settings.objects}: choose at most {len(OBJECTS)}, there are no more kinds"
             )
-        if not settings.tasks:
-            raise ConfigurationError("environment.tasks is empty: choose put, clean or both")
         self.settings = settings
         self.max_turns = settings.max_turns
         self.seed = seed
