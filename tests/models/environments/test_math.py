@@ -204,3 +204,28 @@ def test_a_data_set_folder_is_read_through_datasets(tmp_path: Path) -> None:
     found = read_questions(str(folder))
     assert len(found.questions) == 5
     assert found.problems == [f"{folder}, row 5: the same question as row 0: remove one of them"]
+
+
+def test_questions_are_read_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="questions")
+        client.upload_file(write(tmp_path / "my.jsonl", [*LINES, b"{\n"]), "questions", "folder/my.jsonl")
+        found = read_questions("s3://questions/folder/my.jsonl")
+        assert len(found.questions) == len(LINES)
+        assert found.problems[0].startswith("s3://questions/folder/my.jsonl, line 61: not JSON")
+        with pytest.raises(ConfigurationError, match=r"s3://questions/none.jsonl could not be read"):
+            read_questions("s3://questions/none.jsonl")
+    finally:
+        server.stop()
