@@ -8,9 +8,9 @@ shared prompt of a group once per member and encodes the whole history again at 
   finished rows swap places with the last running ones;
 - a finished row keeps its slot, so its next turn feeds only the tokens that are new.
 
-The model runs unchanged: it calls the attention function registered here, which transformers hands the keyword
-arguments of `forward`, and so the step at hand (the way vLLM's transformers backend works). The trainer's module is
-shared without a copy; between our calls its attention is its own.
+Llama's family runs through `fused.py`. Any other model runs unchanged: it calls the attention function of `slots.py`,
+which transformers hands the keyword arguments of `forward`, and so the step at hand (the way vLLM's transformers
+backend works); between our calls its attention is its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,193 +21,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
 from gleaner.conf.errors import ConfigurationError, ContractError, StaleWeightsError
 from gleaner.conf.schema import SamplingSettings
 from gleaner.conf.schema import TransformersEngine as TransformersEngineSettings
 from gleaner.models.chat import Chat
 from gleaner.models.engines.base import Completion, Scored, Turn
+from gleaner.models.engines.fused import FusedForward
+from gleaner.models.engines.slots import ATTENTION, Extend, Prefill, SlotCache
 from gleaner.models.policy import Policy, load_policy
 
-ATTENTION = "gleaner_slots"
-CAPACITY_STEP = 64
-"""The cache grows by half its length, in multiples of this."""
 COMPACT_AT = 16
 """Finished rows leave the batch once they are one in so many."""
 LOGIT_ELEMENTS = 1 << 24
 """Logits that exist at a time while scoring: 64 MiB in float32."""
-
-
-# ------------------------------------------------------------------------------------------------ attention
-
-
-class SlotCache:
-    """Keys and values of every layer, for rows that each have a length of their own.
-
-    Attributes:
-        store: (2 x layers, slots, kv heads, capacity, head size); allocated at the first write. Slot s holds one row's
-            tokens at columns 0 .. length - 1; what lies beyond is masked, and finite (it starts as
-            zeros), since 0 x NaN is NaN.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-        self.slots = 0
-        self.capacity = 0
-        self.store: Tensor | None = None
-
-    def reserve(self, slots: int, capacity: int) -> None:
-        """Make room for so many slots and columns; what is stored stays."""
-        if slots <= self.slots and capacity <= self.capacity:
-            return
-        if capacity > self.capacity:
-            capacity = max(capacity, self.capacity + self.capacity // 2)
-            capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
-        old, self.slots, self.capacity = self.store, max(slots, self.slots), max(capacity, self.capacity)
-        if old is not None:
-            self.store = old.new_zeros(old.shape[0], self.slots, old.shape[2], self.capacity, old.shape[4])
-            self.store[:, : old.shape[1], :, : old.shape[3]] = old
-
-    def like(self, key: Tensor) -> Tensor:
-        """The store, allocated for keys of this shape (rows, kv heads, length, head size) if need be."""
-        if self.store is None:
-            self.store = key.new_zeros(2 * self.layers, self.slots, key.shape[1], self.capacity, key.shape[3])
-        return self.store
-
-    def move(self, source: Sequence[int], target: Sequence[int], length: int) -> None:
-        """Copy the first `length` columns of slots; a permutation of slots is a valid move."""
-        if self.store is not None and len(source):
-            index = torch.tensor([source, target], device=self.store.device)
-            self.store[:, index[1], :, :length] = self.store[:, index[0], :, :length]
-
-
-class Prefill:
-    """Attention of fresh contexts to themselves; with a cache, their keys and values are stored.
-
-    Args:
-        first: slot of the first row; rows of this pass take consecutive slots.
-        source_N: for each of those slots the batch row (distinct context) that it copies.
-    """
-
-    def __init__(
-        self, cache: SlotCache | None = None, first: int = 0, source_N: Tensor | None = None
-    ) -> None:
-        self.cache, self.first, self.source_N = cache, first, source_N
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        """q (B, heads, S, D), k and v (B, kv heads, S, D) -> (B, S, heads, D)."""
-        length = q.shape[2]
-        if self.cache is not None and self.source_N is not None:
-            store = self.cache.like(k)
-            rows = slice(self.first, self.first + len(self.source_N))
-            store[2 * layer, rows, :, :length] = k.index_select(0, self.source_N)
-            store[2 * layer + 1, rows, :, :length] = v.index_select(0, self.source_N)
-        mask = None
-        if window is not None and length > window:
-            columns = torch.arange(length, device=q.device)
-            distance = columns[:, None] - columns[None, :]
-            mask = (distance >= 0) & (distance < window)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2)
-
-
-class Extend:
-    """Attention of S new tokens of the slots first .. first + n - 1 to everything before them and to themselves.
-
-    Args:
-        positions_NS: position of each new token in its row; padding runs on past a row's last token, and what it
-            writes there is overwritten before anything attends to it.
-        length: columns that may be attended to: the largest position + 1.
-    """
-
-    def __init__(self, cache: SlotCache, first: int, positions_NS: Tensor, length: int) -> None:
-        self.cache, self.first, self.positions_NS, self.length = cache, first, positions_NS, length
-        self.index: Tensor | None = None
-        self.masks: dict[tuple[int, int | None], Tensor] = {}
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None
-    ) -> Tensor:
-        """q (N, heads, S, D), k and v (N, kv heads, S, D) -> (N, S, heads, D)."""
-        rows, heads, new, size = q.shape
-        kv_heads = k.shape[1]
-        groups = heads // kv_heads
-        store = self.cache.like(k)
-        keys, values = store[2 * layer], store[2 * layer + 1]
-        if self.index is None:
-            self.index = self._write_index(kv_heads)
-        keys.view(-1, size).index_copy_(0, self.index, k.reshape(-1, size))
-        values.view(-1, size).index_copy_(0, self.index, v.reshape(-1, size))
-        slots = slice(self.first, self.first + rows)
-        keys, values = keys[slots, :, : self.length], values[slots, :, : self.length]
-        # The heads that share a key head stand beside its queries, so keys are read once and never repeated.
-        grouped = q.reshape(rows, kv_heads, groups * new, size)
-        mask = self._mask(groups, window, q.dtype)
-        if new == 1 and q.device.type == "cpu":
-            # At one query a row, two batched products beat the fused kernel, which is built for long queries.
-            scores = torch.matmul(grouped, keys.transpose(-1, -2))
-            scores.mul_(scale if scale is not None else size**-0.5).add_(mask)
-            out = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), values)
-        else:
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return out.view(rows, heads, new, size).transpose(1, 2)
-
-    def _write_index(self, kv_heads: int) -> Tensor:
-        """(N x kv heads x S,) rows of the cache seen as (slots x kv heads x capacity, head size)."""
-        rows = len(self.positions_NS)
-        lane = torch.arange(
-            self.first * kv_heads, (self.first + rows) * kv_heads, device=self.positions_NS.device
-        )
-        start = (lane * self.cache.capacity).view(rows, kv_heads, 1)
-        return (start + self.positions_NS[:, None]).view(-1)
-
-    def _mask(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(N, 1, groups x S, length) additive mask."""
-        mask = self.masks.get((groups, window))
-        if mask is None:
-            columns = torch.arange(self.length, device=self.positions_NS.device)
-            hidden = columns > self.positions_NS[:, :, None]
-            if window is not None:
-                hidden |= columns <= self.positions_NS[:, :, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-                hidden, -torch.inf
-            )
-            if mask.shape[1] > 1:
-                mask = mask.repeat(1, groups, 1)
-            mask = self.masks[groups, window] = mask[:, None]
-        return mask
-
-
-def slot_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    gleaner_step: Prefill | Extend | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers' modules call during our forward passes."""
-    if gleaner_step is None or softcap is not None or s_aux is not None:
-        raise ConfigurationError(
-            f"{type(module).__name__} needs attention that the transformers engine does not have (soft caps, sinks, or "
-            "arguments that do not reach it): set engine=vllm"
-        )
-    return gleaner_step.attend(module.layer_idx, query, key, value, scaling, sliding_window), None
-
-
-AttentionInterface.register(ATTENTION, slot_attention)
 
 
 # -------------------------------------------------------------------------------------------------- decoder
@@ -230,6 +58,7 @@ class Decoder:
                 f"{type(self.model).__name__} has layers that the transformers engine cannot cache "
                 f"({', '.join(sorted(kinds))}): set engine=vllm, or choose a decoder such as Qwen2, Qwen3 or Llama"
             )
+        self.fused = FusedForward(self.model) if FusedForward.fits(self.model) else None
         # Models of softcapped or scaled logits do more than apply their head.
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
 
@@ -243,6 +72,8 @@ class Decoder:
             self.model.eval()
         try:
             with torch.inference_mode():
+                if self.fused is not None:
+                    self.fused.refresh()
                 yield
         finally:
             self.config._attn_implementation = theirs
@@ -251,6 +82,8 @@ class Decoder:
 
     def hidden(self, ids_BS: Tensor, positions_BS: Tensor, step: Prefill | Extend) -> Tensor:
         """(B, S, hidden) last hidden states; attention goes through `step`."""
+        if self.fused is not None:
+            return self.fused.hidden(ids_BS, positions_BS, step)
         states: Tensor = self.backbone(
             input_ids=ids_BS, position_ids=positions_BS, use_cache=False, gleaner_step=step
         ).last_hidden_state
@@ -346,6 +179,8 @@ class TransformersEngine:
         """
         self.epoch += 1
         self.version = None
+        if self.decoder.fused is not None:
+            self.decoder.fused.forget()
         self._check_canary()
         self.version = version
 
@@ -593,14 +428,14 @@ class TransformersSession:
         budget = np.array([budgets[row] for row in rows])
         starts = np.array([len(running[row].context_ids) for row in rows])
         most = int(budget.max())
-        uniforms = np.stack([turn_uniforms(running[row].seed, most) for row in rows], axis=1)
-        uniforms_TN = torch.from_numpy(uniforms).to(device)
+        uniforms_TN = torch.from_numpy(turn_uniforms([running[row].seed for row in rows], most)).to(device)
         ids_out = np.empty((most, len(rows)), dtype=np.int64)
         logprobs_out = torch.empty(most, len(rows), device=device)
         counts = np.zeros(len(rows), dtype=np.int64)
         lanes = np.arange(len(rows))
         lanes_N = torch.from_numpy(lanes).to(device)
         positions_N = torch.from_numpy(starts).to(device)
+        extend: Extend | None = None
         for step in range(most):
             tokens_N, logprobs_N = draw(logits_NV, uniforms_TN[step].index_select(0, lanes_N), self.sampling)
             tokens = tokens_N.cpu().numpy()
@@ -613,17 +448,23 @@ class TransformersSession:
                 alive = np.flatnonzero(~ended)
                 if not len(alive):
                     break
-                if (len(lanes) - len(alive)) * COMPACT_AT >= len(lanes):
+                # A finished row runs along for a while, but never past the context's end.
+                many = (len(lanes) - len(alive)) * COMPACT_AT >= len(lanes)
+                if many or int(starts[lanes].max()) + step + 1 >= self.engine.context_limit:
                     keep = self._compact(~ended, int(starts.max()) + step)
                     lanes = lanes[keep]
                     keep_N = torch.from_numpy(keep).to(device)
                     lanes_N, positions_N = torch.from_numpy(lanes).to(device), positions_N[keep_N]
                     tokens_N = tokens_N[keep_N]
-            length = int(starts[lanes].max()) + step + 1
-            self.cache.reserve(len(lanes), length)
-            extend = Extend(self.cache, 0, positions_N[:, None], length)
-            logits_NV = decoder.logits(decoder.hidden(tokens_N[:, None], positions_N[:, None], extend)[:, 0])
-            positions_N = positions_N + 1
+                    extend = None
+            if extend is None:
+                length = int(starts[lanes].max()) + step + 1
+                self.cache.reserve(len(lanes), length)
+                extend = Extend(self.cache, 0, positions_N[:, None] + step, length)
+            else:
+                extend.advance()
+            hidden_NSH = decoder.hidden(tokens_N[:, None], extend.positions_NS, extend)
+            logits_NV = decoder.logits(hidden_NSH[:, 0])
         logprobs = logprobs_out.cpu().numpy()
         result = {}
         for lane, row in enumerate(rows):
@@ -689,9 +530,19 @@ def truncate(logits_NV: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.empty_like(logits_NV).scatter_(-1, order_NV, ranked_NV)
 
 
-def turn_uniforms(seed: int, count: int) -> npt.NDArray[np.float32]:
-    """(count,) uniforms in [0, 1 - 2^-24] of a counter-based generator: they depend on the seed alone."""
-    return np.random.Generator(np.random.Philox(key=seed)).random(count, dtype=np.float32)
+def turn_uniforms(seeds: Sequence[int], count: int) -> npt.NDArray[np.float32]:
+    """(count, seeds) uniforms in [0, 1 - 2^-24]: row t of a seed's column depends on nothing but that seed and t.
+
+    One Philox generator is keyed anew for every seed: a generator of its own costs ten times as much.
+    """
+    bits = np.random.Philox(key=0)
+    generator, state = np.random.Generator(bits), bits.state
+    table = np.empty((len(seeds), count), dtype=np.float32)
+    for column, seed in enumerate(seeds):
+        state["state"]["key"][:] = (seed & 0xFFFFFFFFFFFFFFFF, seed >> 64)
+        bits.state = state
+        generator.random(dtype=np.float32, out=table[column])
+    return np.ascontiguousarray(table.T)
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
