@@ -36,7 +36,7 @@ def sharp_policy(seed: int) -> Policy:
     with torch.no_grad():
         for parameter in policy.model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(6)
+                parameter.mul_(2)
     return policy
 
 
