@@ -113,6 +113,8 @@ class HouseholdEnvironment(EnvironmentSettings):
     max_turns: int = Field(12, ge=1)
     receptacles: int = Field(6, ge=2)
     objects: int = Field(4, ge=1)
+    layout: Literal["varied", "fixed"] = "varied"
+    """Other places in every task, or one room whose contents vary: a tiny policy learns that within a minute."""
     tasks: list[Literal["put", "clean"]] = Field(["put", "clean"], min_length=1)
     """Kinds of task: put an object somewhere; clean it first, then put it."""
     size: int = Field(20_000, ge=10)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import OrderedDict
 
 import polars as pl
 
@@ -11,6 +12,10 @@ from gleaner.models.signal import LearningSignal, SegmentKey, signal_from_frame,
 from gleaner.tasks.store import ObjectStore
 
 HEADER = "gleaner_signal"
+RECENT_SIGNALS = 2
+
+_recent: OrderedDict[str, LearningSignal] = OrderedDict()
+"""Signals that this process just stored: the update that follows needs no second reading."""
 
 
 def store_signal(store: ObjectStore, signal: LearningSignal) -> str:
@@ -18,11 +23,17 @@ def store_signal(store: ObjectStore, signal: LearningSignal) -> str:
     frame, header = signal_to_frame(signal)
     buffer = io.BytesIO()
     frame.write_parquet(buffer, compression="zstd", metadata={HEADER: json.dumps(header, sort_keys=True)})
-    return store.put_bytes(buffer.getvalue())
+    ref = store.put_bytes(buffer.getvalue())
+    _recent[ref] = signal
+    while len(_recent) > RECENT_SIGNALS:
+        _recent.popitem(last=False)
+    return ref
 
 
 def load_signal(store: ObjectStore, ref: str) -> LearningSignal:
     """A stored signal, joined with the segments that it refers to."""
+    if ref in _recent:
+        return _recent[ref]
     data = store.get_bytes(ref)
     header = json.loads(pl.read_parquet_metadata(io.BytesIO(data))[HEADER])
     frame = pl.read_parquet(io.BytesIO(data))

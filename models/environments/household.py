@@ -23,6 +23,12 @@ from gleaner.models.records import Message, Prompt
 CLOSED_KINDS = ("cabinet", "drawer", "fridge")
 OPEN_KINDS = ("shelf", "table", "desk", "bed")
 SINK = "sink 1"
+ONE_ROOM = tuple(
+    f"{kind} {number}"
+    for number in (1, 2)
+    for kind in ("cabinet", "shelf", "drawer", "table", "fridge", "desk", "bed")
+)
+"""The fixed layout: its first places are the room's."""
 OBJECTS = ("apple", "book", "bowl", "cup", "egg", "fork", "key", "knife", "mug", "pan", "pen", "plate")
 NOTHING_HAPPENS = "Nothing happens."
 LAYOUTS = 1000
@@ -251,8 +257,10 @@ def parse(action: str) -> tuple[str, ...] | None:
 
 def _draw_world(draw: random.Random, settings: HouseholdEnvironment) -> dict[str, Any]:
     """Places with their contents, and the goal. The payload of a prompt."""
-    numbered = [f"{kind} {number}" for kind in (*CLOSED_KINDS, *OPEN_KINDS) for number in (1, 2)]
-    kinds = draw.sample(numbered, settings.receptacles - 1)
+    kinds = list(ONE_ROOM[: settings.receptacles - 1])
+    if settings.layout == "varied":
+        numbered = [f"{kind} {number}" for kind in (*CLOSED_KINDS, *OPEN_KINDS) for number in (1, 2)]
+        kinds = draw.sample(numbered, settings.receptacles - 1)
     # Number 2 of a kind without number 1 would look odd: number anew, in the order in which prompts list the places.
     counts = {kind: sum(place.split()[0] == kind for place in kinds) for kind in (*CLOSED_KINDS, *OPEN_KINDS)}
     places = [f"{kind} {number + 1}" for kind, count in counts.items() for number in range(count)]
