@@ -101,7 +101,7 @@ def final_answer(text: str) -> str | None:
         and len(stripped) <= 80
         and not PROSE.search(_without_commands(stripped))
     ):
-        return _formula_in(stripped)
+        return _formula_in(_result(stripped))
     return _last_formula(text)
 
 
@@ -168,6 +168,14 @@ def _last_boxed(text: str) -> str | None:
         parts.insert(0, earlier)
         start = earlier_start
     return ", ".join(dict.fromkeys(parts)) or None
+
+
+def _result(line: str) -> str:
+    """What a calculation comes to (`9 * 2 = 18 apples`); an equation between variables stays whole."""
+    calculation, _, result = line.rpartition("=")
+    if re.search(r"\d", calculation) and not re.search(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|\\|,", line):
+        return result.strip()
+    return line
 
 
 def _before_stop_token(text: str) -> str:

@@ -55,6 +55,9 @@ VERDICTS = [
     # GSM8K's line.
     ("18", "16 - 3 - 4 = 9 eggs, 9 * 2 = 18\n#### 18", RIGHT),
     ("18", "#### 9\n#### 18", RIGHT),
+    ("18", "9 * 2 = 18 apples", RIGHT),
+    ("x^2+y^2=1", "x^2+y^2=1", RIGHT),
+    ("y=2x+3", "y=2x+3", RIGHT),
     # Numbers.
     ("1,234", r"\boxed{1234}", RIGHT),
     ("1234567", "1,234,567", RIGHT),

@@ -11,7 +11,12 @@ import pytest
 
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import ReasoningGymEnvironment
-from gleaner.models.environments.reasoning_gym import ReasoningGymProblems, extract_answer, verify
+from gleaner.models.environments.reasoning_gym import (
+    HASH_ORDERED,
+    ReasoningGymProblems,
+    extract_answer,
+    verify,
+)
 from gleaner.models.verification import VerifierPool, judge_texts
 
 SMALL = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}
@@ -188,7 +193,7 @@ def test_demonstrations_are_the_stored_answers_and_noise_replaces_some() -> None
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_data_set_is_either_sound_or_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # read by the workers that it starts
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     from reasoning_gym.factory import DATASETS
 
     refused = {}
@@ -204,4 +209,23 @@ def test_every_data_set_is_either_sound_or_refused_with_a_reason(monkeypatch: py
         "game_of_life_halting",
     }
     needs_options = {"composite"}
-    assert set(refused) == unsound | needs_options
+    assert set(refused) == unsound | needs_options | set(HASH_ORDERED)
+
+
+@pytest.mark.slow
+def test_with_a_fixed_hash_seed_the_data_sets_in_hash_order_are_reproducible_and_sound() -> None:
+    code = (
+        "from gleaner.conf.schema import ReasoningGymEnvironment as S\n"
+        "from gleaner.models.environments.reasoning_gym import ReasoningGymProblems as P\n"
+        "if __name__ == '__main__':\n"
+        f"    made = [P(S(dataset=d), 3) for d in {HASH_ORDERED!r}]\n"
+        "    print([p.prompt('train', 11).prompt_id for p in made], [p.validate() for p in made])"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", code]
+    outputs = [
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert outputs[0] == outputs[1]
+    assert outputs[0].strip().endswith(str([[] for _ in HASH_ORDERED]))
