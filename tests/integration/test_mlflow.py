@@ -196,3 +196,37 @@ def test_a_server_that_hangs_bounds_the_wait_and_repeats_nothing(start, client, 
     summary = tracker.finish(wait_seconds=60)
     assert summary["delivered"], summary
     assert steps_in(client, summary) == list(range(62))
+
+
+S3_RUN = """
+import sys
+from pathlib import Path
+from gleaner.conf.schema import S3Storage, TrackingSettings
+from gleaner.tasks.tracking import RunTracker
+folder, bucket, url = sys.argv[1:]
+storage = S3Storage(bucket=bucket, prefix="store", endpoint_url=url)
+tracking = TrackingSettings(uri=f"sqlite:///{folder}/mlflow.db")
+tracker = RunTracker.start(tracking, "on-s3", "{}", storage=storage, root=Path(folder) / "spool")
+tracker.metrics(0, {"reward/mean": 0.5})
+tracker.content("plots/curve.png", b"png" * 1000)
+summary = tracker.finish(wait_seconds=30)
+assert summary["delivered"], summary
+print(summary["mlflow_run_id"])
+"""
+
+
+def test_artifacts_of_a_database_without_a_server_go_to_the_runs_own_bucket(s3_storage, tmp_path):
+    import s3fs
+
+    command = [sys.executable, "-c", S3_RUN, str(tmp_path), s3_storage.bucket, s3_storage.endpoint_url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    run_id = done.stdout.strip()
+    files = s3fs.S3FileSystem(
+        key=os.environ["AWS_ACCESS_KEY_ID"],
+        secret=os.environ["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=s3_storage.endpoint_url,
+    )
+    root = f"{s3_storage.bucket}/store-mlartifacts/{run_id}/artifacts"
+    assert files.cat_file(f"{root}/plots/curve.png") == b"png" * 1000
+    assert files.exists(f"{root}/settings.yaml")
