@@ -158,7 +158,8 @@ class TinyPolicy(Settings):
     kind: Literal["tiny"] = "tiny"
     hidden: int = Field(64, ge=8)
     layers: int = Field(2, ge=1)
-    heads: int = Field(4, ge=1)
+    heads: int = Field(2, ge=1)
+    """Attention heads; vLLM's CPU build needs hidden / heads of at least 32."""
     vocabulary: int = Field(512, ge=300)
     """Upper bound of the byte-level BPE vocabulary, trained on the environment's demonstrations."""
     context: int = Field(1024, ge=64)

@@ -159,9 +159,10 @@ def report_markdown(settings: CompareSettings, results: dict[str, ArmResult]) ->
     lines = [
         f"# {settings.name}: {len(settings.seeds)} seeds, {settings.budget_rollouts:,} rollouts a run",
         "",
-        f"Means over seeds with 95 % t intervals; differences to `{settings.baseline}` are paired by seed.",
+        "Means over seeds with 95 % t intervals; area is under the validation curve.",
+        f"Differences are to `{settings.baseline}`, paired by seed.",
         "",
-        "| arm | final success | difference | p (sign flip) | area under the curve | difference | rollouts | tokens | recovered |",
+        "| arm | final success | difference | p (sign flip) | area | difference | rollouts | tokens | recovered |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, result in results.items():

@@ -87,5 +87,6 @@ def _look(context: RunContext) -> tuple[int, str]:
     if last is None:
         return 0, status
     metrics = last[1]["metrics"]
-    words = f"success {metrics.get('success/mean', float('nan')):.2f}, all-fail {metrics.get('groups/all_fail', float('nan')):.2f}"
+    success, all_fail = (metrics.get(name, float("nan")) for name in ("success/mean", "groups/all_fail"))
+    words = f"success {success:.2f}, all-fail {all_fail:.2f}"
     return last[0] + 1, f"{words} · {status}" if status else words

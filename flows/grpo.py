@@ -62,7 +62,13 @@ def verified_groups(context: RunContext, before: Progress) -> tuple[Batch, int]:
 def scores_needed(context: RunContext, before: Progress, batch: Batch) -> tuple[Scores | None, Scores | None]:
     """Old log-probabilities where the sampler's are not exact, and the reference's where a KL term reads them."""
     settings = context.settings
-    recompute = settings.update.recompute_old == "always" or settings.engine.kind != "transformers"
+    recompute = settings.update.recompute_old == "always" or not sampler_is_exact(settings)
     old = score(context, before.version, batch.shards, "old") if recompute else None
     reference = score(context, before.version, batch.shards, "reference") if settings.method.kl_coef else None
     return old, reference
+
+
+def sampler_is_exact(settings: GleanerSettings) -> bool:
+    """The sampler's log-probabilities are the trainer's own: one module in memory, in full precision."""
+    in_full = settings.policy.kind == "tiny" or settings.policy.dtype == "float32"
+    return settings.engine.kind == "transformers" and in_full

@@ -38,7 +38,7 @@ from gleaner.models.environments.base import Environment
 
 Dtype = Literal["float32", "bfloat16"]
 
-transformers_logging.disable_progress_bar()  # a bar for every save and load of a run would bury the run's own
+transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar for every save and load of a run would bury the run's own
 
 PAD, END = "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant")

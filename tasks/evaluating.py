@@ -9,7 +9,7 @@ from gleaner.conf.schema import Split
 from gleaner.models import tables
 from gleaner.models.statistics import Interval, pass_at_k, success_interval
 from gleaner.tasks.context import RunContext
-from gleaner.tasks.sampling import first_prompts, load_rollouts, sample
+from gleaner.tasks.sampling import Purpose, first_prompts, load_rollouts, sample
 from gleaner.tasks.verification import load_verdicts, verify
 
 
@@ -52,7 +52,7 @@ def evaluate_version(
     """Sample and verify `prompts` prompts of a split with a version; the same prompts and seeds at every call."""
     samples = context.settings.evaluation.samples
     table = first_prompts(context, split, prompts)
-    purpose = "validation" if split == "validation" else "test"
+    purpose: Purpose = "validation" if split == "validation" else "test"
     rollouts = sample(context, version, table, purpose, 0, samples)
     verdicts = load_verdicts(context, verify(context, rollouts, purpose, 0))
     by_prompt: dict[str, list[bool]] = {}

@@ -73,7 +73,7 @@ def phase(
             made = function(*args, **kwargs)
             return Completed(name="Cached", data=made.record) if made.hit else made.record
 
-        prefect_task = task(
+        prefect_task: Callable[..., Any] = task(
             name=function.__name__,
             description=inspect.getdoc(function),
             tags={"gpu"} if gpu else set(),

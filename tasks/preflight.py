@@ -55,7 +55,7 @@ def _engine(settings: GleanerSettings) -> list[str]:
 
 def _prompt_lengths(context: RunContext, policy: PretrainedPolicy) -> tuple[int, list[str]]:
     environment, settings = context.environment, context.settings
-    chat = Chat(load_tokenizer(policy))
+    chat = Chat(load_tokenizer(policy), multi_turn=environment.max_turns > 1)
     count = min(PROMPTS_MEASURED, environment.size("train"))
     longest = max(len(chat.prompt_ids(environment.prompt("train", i).messages)) for i in range(count))
     needed = longest + settings.sampling.max_new_tokens

@@ -25,7 +25,7 @@ class Published:
 
 @phase(gpu=True)
 def publish(context: RunContext, version: str) -> Made[Published]:
-    """Store a version's policy (LoRA merged) and a checkpoint to go on from, and copy the policy to the run's folder."""
+    """Store a version's policy (LoRA merged) and a checkpoint to go on from; copy the policy to the run's folder."""
     store = context.store
     key = policy_key(version)
     code = code_version("gleaner.models.policy")

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
-from uuid import UUID
 
 import yaml
 from prefect.artifacts import (
@@ -61,7 +60,7 @@ class Reporter:
         self.tracker.data_set(context.environment.name, context.environment_digest, splits)
         self._entries: list[dict[str, Any]] = []
         self._tests: list[tuple[int, Evaluation]] = []
-        self._progress: UUID | None = None
+        self._progress: Any = None  # Prefect types its synchronous calls as coroutines, too
         self._last_update = 0.0
         self._finished = False
 

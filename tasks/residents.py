@@ -37,7 +37,7 @@ class Resident:
         self.policy = start_weights(context, start)
         keep_reference = context.settings.method.kl_coef > 0
         self.learner = Learner(self.policy, context.settings.update, slot=slot, keep_reference=keep_reference)
-        self.chat = Chat(self.policy.tokenizer)
+        self.chat = Chat(self.policy.tokenizer, multi_turn=context.environment.max_turns > 1)
         self.version = start
         self._engine: Engine | None = None
 

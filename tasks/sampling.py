@@ -78,9 +78,16 @@ def draw_prompts(context: RunContext, cursor: int, count: int, drawn: Sequence[D
 
 
 def first_prompts(context: RunContext, split: Split, count: int) -> str:
-    """Store the first `count` prompts of an evaluation split (fewer if it is smaller); returns the table's digest."""
-    rows = [context.environment.prompt(split, i) for i in range(min(count, context.environment.size(split)))]
-    return context.store.put_rows(tables.PROMPTS, rows)
+    """Store the first `count` different prompts of an evaluation split (fewer if it has no more); returns the table's
+    digest."""
+    environment = context.environment
+    rows: dict[str, Prompt] = {}
+    for index in range(environment.size(split)):
+        if len(rows) == count:
+            break
+        prompt = environment.prompt(split, index)
+        rows.setdefault(prompt.prompt_id, prompt)
+    return context.store.put_rows(tables.PROMPTS, list(rows.values()))
 
 
 @phase(gpu=True)

@@ -35,7 +35,7 @@ class Scores:
 def score(
     context: RunContext, version: str, shards: Sequence[str], role: Role, slot: str = "policy"
 ) -> Made[Scores]:
-    """Score rollouts with the trainer's own forward pass: `old` under `version`, `reference` under the start weights."""
+    """Score rollouts with the trainer's forward pass: `old` under `version`, `reference` under the start weights."""
     store, temperature = context.store, context.settings.sampling.temperature
     code = code_version("gleaner.models.training")
     scorer = version if role == "old" else start_key(context)

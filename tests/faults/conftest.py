@@ -47,7 +47,9 @@ class Workplace:
         self.output = process.communicate(timeout=240)[0].decode(errors="replace")
         return process.returncode
 
-    def begin(self, *overrides: str, fail_at: str | None = None, method: str = "grpo") -> "subprocess.Popen[bytes]":
+    def begin(
+        self, *overrides: str, fail_at: str | None = None, method: str = "grpo"
+    ) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-P", "-m", "gleaner.flows.cli", "run", method, *OVERRIDES, *overrides]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **self.variables}
         variables.pop(VARIABLE, None)
@@ -78,7 +80,7 @@ class Workplace:
     def made(self, kind: str) -> dict[str, int]:
         """Key → times that making it was begun, of every artifact of a kind."""
         store = self.store
-        return {key: store.attempts(key) for key in store.keys() if key.startswith(f"{kind}-")}
+        return {key: store.attempts(key) for key in store.list_keys() if key.startswith(f"{kind}-")}
 
 
 @pytest.fixture(scope="session")

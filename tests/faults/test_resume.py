@@ -42,7 +42,12 @@ def test_the_same_command_twice_makes_nothing_twice(workplace):
     assert workplace.start() == 0, workplace.output
     kinds = ("rollouts", "verdicts", "signal", "version")
     before = {kind: workplace.made(kind) for kind in kinds}
-    assert {kind: len(made) for kind, made in before.items()} == {"rollouts": 6, "verdicts": 3, "signal": 3, "version": 3}
+    assert {kind: len(made) for kind, made in before.items()} == {
+        "rollouts": 6,
+        "verdicts": 3,
+        "signal": 3,
+        "version": 3,
+    }
 
     assert workplace.start() == 0, workplace.output
 
