@@ -18,7 +18,7 @@ from gleaner.models.plots import before_after_plot, learning_plot
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.publishing import RUNS_FOLDER
 
-EXPERIMENTS = {"demo-household": "household", "demo-reasoning": "chain_sum"}
+EXPERIMENTS = {"demo-household": "household", "demo-reasoning": "number_filtering"}
 FOLDER = Path(".gleaner/demo")
 
 

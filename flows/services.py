@@ -34,11 +34,15 @@ def prefect_server(log: Path, port: int | None = None) -> Iterator[str]:
         return
     port = port or free_port()
     api = f"http://{HOST}:{port}/api"
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     command = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
     with running(command, log, {"PREFECT_SERVER_UI_API_URL": api}, f"{api}/health", "the Prefect server"):
+        # The variable is for children; this process has read its settings already.
         os.environ["PREFECT_API_URL"] = api
         try:
-            yield api
+            with temporary_settings({PREFECT_API_URL: api}):
+                yield api
         finally:
             del os.environ["PREFECT_API_URL"]
 

@@ -87,7 +87,7 @@ def evaluate_version(
 def example_rollouts(
     context: RunContext, prompts: str, shards: tuple[str, ...], verdicts: list[Any], count: int
 ) -> list[dict[str, Any]]:
-    """The first `count` prompts' first episodes, for people to read: messages, status, success, reward."""
+    """The first episodes of the first `count` prompts that have a verdict, for people to read."""
     messages = {
         prompt.prompt_id: prompt.messages for prompt in context.store.get_rows(tables.PROMPTS, prompts)
     }
@@ -96,9 +96,9 @@ def example_rollouts(
     for segment in load_rollouts(context, shards):
         if len(rows) == count:
             break
-        if segment.sample or segment.segment:
+        verdict = found.get((segment.prompt_id, segment.sample))
+        if segment.sample or segment.segment or verdict is None:
             continue
-        verdict = found[(segment.prompt_id, segment.sample)]
         rows.append(
             {
                 "prompt_id": segment.prompt_id,

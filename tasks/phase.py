@@ -16,6 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from prefect import task
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.results import ResultRecord
 from prefect.states import Completed
 from prefect.tasks import Task
 
@@ -87,7 +88,10 @@ def phase(
         def call(*args: Inputs.args, **kwargs: Inputs.kwargs) -> Record:
             if _inline.get():
                 return function(*args, **kwargs).record
-            return prefect_task(*args, **kwargs)
+            returned = prefect_task(*args, **kwargs)
+            if isinstance(returned, State):  # Cached: Prefect hands a returned state on as it is
+                returned = returned.data.result if isinstance(returned.data, ResultRecord) else returned.data
+            return returned
 
         return call
 

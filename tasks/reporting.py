@@ -157,9 +157,7 @@ class Reporter:
         last, store = self._entries[-1], self.context.store
         verdicts = store.get_rows(tables.VERDICTS, last["verdicts"][0])
         shards = tuple(last["rollouts"])
-        wanted = {verdict.prompt_id for verdict in verdicts}
-        rows = example_rollouts(self.context, last["prompts"][0], shards, verdicts, SHOWN_ROLLOUTS)
-        return [row for row in rows if row["prompt_id"] in wanted]
+        return example_rollouts(self.context, last["prompts"][0], shards, verdicts, SHOWN_ROLLOUTS)
 
     def _summary(self, before: Evaluation | None, after: Evaluation | None, published: Published) -> str:
         lines = [f"# {self.context.run_id}", ""]
