@@ -157,7 +157,7 @@ class VllmEngine:
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the one token beside a full context, see below
             },
-            defaults={"VLLM_LOGGING_LEVEL": "WARNING"}
+            defaults={"VLLM_LOGGING_LEVEL": "ERROR"}
             | ({} if _has_cuda() else {"TORCH_COMPILE_DISABLE": "1"}),
         ):
             vllm = _import_vllm()

@@ -593,7 +593,7 @@ def measure_all(quick: bool, scratch: Path) -> dict[str, Any]:
         }
     for what, work in (("step", SMALL), ("update", SMALL), ("update", WIDE)):
         grown = {
-            side: [memory_of(side, what, work, folders[work.name]) for _ in range(1 if quick else 3)]
+            side: [memory_of(side, what, work, folders[work.name]) for _ in range(2 if quick else 3)]
             for side in ("trl", "gleaner")
         }
         note(f"peak MiB of three {what}s, {work.name}", ratio(**grown))
