@@ -70,8 +70,7 @@ def test_another_seed_sampling_parameter_or_prompts_sample_anew(workplace, chang
 
 def test_two_processes_of_one_run_make_each_artifact_once(workplace, uninterrupted):
     both = [workplace.begin(), workplace.begin()]
-    outputs = [process.communicate(timeout=240)[0].decode(errors="replace") for process in both]
-    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
+    assert [process.wait() for process in both] == [0, 0], "\n".join(process.output for process in both)
     for kind, count in (("rollouts", 6), ("verdicts", 3), ("signal", 3), ("version", 3)):
         assert list(workplace.made(kind).values()) == [1] * count
     assert workplace.final_state() == uninterrupted.final_state()
