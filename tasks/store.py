@@ -174,7 +174,11 @@ class ObjectStore:
 
     def put_rows(self, table: Table[Row], rows: Sequence[Row]) -> str:
         """`put_table` of dataclass rows, e.g. `put_rows(tables.ROLLOUTS, segments)`."""
-        return self.put_table(table, table.to_frame(rows))
+        frame = table.to_frame(rows)
+        ref = self.put_table(table, frame)
+        # Whoever reads them next in this process needs no second decoding: what was validated is what comes back.
+        _decoded.put((table.name, ref, "rows"), list(rows), ROWS_PER_FRAME_BYTES * frame.estimated_size())
+        return ref
 
     def get_rows(self, table: Table[Row], ref: str) -> list[Row]:
         """`get_table` as dataclass rows. Decoded rows are kept: never change one."""
