@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from prefect import task
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.results import ResultRecord
+from prefect.results import ResultRecord  # type: ignore[attr-defined]  # it is there, if not in __all__
 from prefect.states import Completed
 from prefect.tasks import Task
 

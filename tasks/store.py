@@ -177,7 +177,9 @@ class ObjectStore:
         frame = table.to_frame(rows)
         ref = self.put_table(table, frame)
         # Whoever reads them next in this process needs no second decoding: what was validated is what comes back.
-        _decoded.put((table.name, ref, "rows"), list(rows), ROWS_PER_FRAME_BYTES * frame.estimated_size())
+        _decoded.put(
+            (table.name, ref, "rows"), list(rows), ROWS_PER_FRAME_BYTES * int(frame.estimated_size())
+        )
         return ref
 
     def get_rows(self, table: Table[Row], ref: str) -> list[Row]:
