@@ -18,7 +18,9 @@ from rich.progress import (
 from gleaner.conf.compose import run_name
 from gleaner.conf.schema import GleanerSettings
 from gleaner.flows.loop import RunSummary
+from gleaner.flows.services import prefect_server
 from gleaner.tasks.context import RunContext
+from gleaner.tasks.publishing import RUNS_FOLDER
 from gleaner.tasks.reporting import read_status
 
 LOOK_SECONDS = 0.5
@@ -28,7 +30,8 @@ console = Console()
 
 def run_in_terminal(flow: Callable[[GleanerSettings], RunSummary], settings: GleanerSettings) -> None:
     """Run a flow under a progress bar, and print what came of it."""
-    with progress_bars([settings]):
+    # A server of its own: two runs that start Prefect's temporary one at once can take the same port.
+    with prefect_server(RUNS_FOLDER / "prefect-server.log"), progress_bars([settings]):
         summary = flow(settings)
     print_summary(summary)
 

@@ -10,9 +10,11 @@ from gleaner.conf.compose import run_name
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import GleanerSettings, PretrainedPolicy
 from gleaner.flows.naming import flow_run_name
+from gleaner.flows.services import prefect_server
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.evaluating import Evaluation, evaluate_version
 from gleaner.tasks.preflight import preflight
+from gleaner.tasks.publishing import RUNS_FOLDER
 from gleaner.tasks.starting import start_policy
 
 DEFAULT_PROMPTS = 256
@@ -29,7 +31,8 @@ def evaluate(settings: GleanerSettings, policy: str | None = None) -> Evaluation
         settings = settings.model_copy(update={"evaluation": evaluation})
     if policy is not None:
         settings = _with_policy(settings, policy)
-    found: Evaluation = evaluate_flow(settings, of_run=policy is None)
+    with prefect_server(RUNS_FOLDER / "prefect-server.log"):
+        found: Evaluation = evaluate_flow(settings, of_run=policy is None)
     Console().print(_markdown(found), markup=False, highlight=False)
     return found
 

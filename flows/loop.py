@@ -18,7 +18,7 @@ from gleaner.conf.schema import GleanerSettings
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.evaluating import Evaluation, evaluate_version
 from gleaner.tasks.faults import fault_point
-from gleaner.tasks.phase import inline_phases, is_retryable
+from gleaner.tasks.phase import GPU_TAGS, inline_phases, is_retryable
 from gleaner.tasks.preflight import preflight
 from gleaner.tasks.publishing import Published, publish
 from gleaner.tasks.reporting import Reporter
@@ -119,7 +119,7 @@ def take_step(context: RunContext, step_function: StepFunction, start: str) -> d
     return {"step": before.step, **committed}
 
 
-@task(name="steps", tags={"gpu"}, retries=2, retry_delay_seconds=5, retry_condition_fn=is_retryable)
+@task(name="steps", tags=GPU_TAGS, retries=2, retry_delay_seconds=5, retry_condition_fn=is_retryable)
 def take_steps(
     context: RunContext, step_function: StepFunction, start: str, count: int
 ) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
 from prefect import task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.results import ResultRecord  # type: ignore[attr-defined]  # it is there, if not in __all__
@@ -24,6 +25,10 @@ from gleaner.conf.errors import GleanerError
 
 Inputs = ParamSpec("Inputs")
 Record = TypeVar("Record")
+
+GPU_TAGS = {"gpu"} if torch.cuda.is_available() else set()
+"""A tagged task asks the Prefect API for a slot, which on an SQLite server can take two seconds: so the tag, and any
+concurrency limit on it, is for machines that have a GPU to share."""
 
 _inline: ContextVar[bool] = ContextVar("gleaner_inline", default=False)
 
@@ -64,8 +69,8 @@ def phase(
 ) -> Callable[[Callable[Inputs, Made[Record]]], Callable[Inputs, Record]]:
     """Make a function that returns `Made` a phase that returns its record.
 
-    As a Prefect task it ends in the state Cached where the store already had the record, and carries the tag `gpu`
-    if it needs one.
+    As a Prefect task it ends in the state Cached where the store already had the record, and on a machine with a GPU
+    it carries the tag `gpu` if it needs one.
     """
 
     def decorate(function: Callable[Inputs, Made[Record]]) -> Callable[Inputs, Record]:
@@ -77,7 +82,7 @@ def phase(
         prefect_task: Callable[..., Any] = task(
             name=function.__name__,
             description=inspect.getdoc(function),
-            tags={"gpu"} if gpu else set(),
+            tags=GPU_TAGS if gpu else set(),
             retries=retries,
             retry_delay_seconds=[1.0, 5.0, 20.0][:retries],
             retry_condition_fn=is_retryable,

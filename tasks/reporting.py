@@ -1,11 +1,13 @@
 """What people see of a run: metrics and artifacts in MLflow, progress and tables in Prefect, a folder on this disk."""
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import httpx
 import yaml
 from prefect.artifacts import (
     create_link_artifact,
@@ -14,6 +16,7 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.exceptions import PrefectException
 
 from gleaner.models import tables
 from gleaner.models.plots import before_after_plot, learning_plot, ledger_plot
@@ -25,6 +28,8 @@ from gleaner.tasks.tracking import RunTracker
 PROGRESS_SECONDS = 3.0
 """A progress artifact is updated at most this often: each update is a call to the Prefect API."""
 SHOWN_ROLLOUTS = 8
+PREFECT_TROUBLE = (PrefectException, httpx.HTTPError, OSError)
+"""A page that cannot be updated is no reason to stop a run."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,12 @@ class Reporter:
             self._last_update = now
             done, steps = len(self._entries), max(1, self.context.settings.run.steps)
             success = entry["metrics"].get("success/mean", float("nan"))
-            update_progress_artifact(
-                self._progress,
-                progress=min(100.0, 100.0 * done / steps),
-                description=f"step {done} of {steps}, training success {success:.3f}",
-            )
+            with contextlib.suppress(*PREFECT_TROUBLE):
+                update_progress_artifact(
+                    self._progress,
+                    progress=min(100.0, 100.0 * done / steps),
+                    description=f"step {done} of {steps}, training success {success:.3f}",
+                )
 
     def test(self, step: int, evaluation: Evaluation) -> None:
         self._tests.append((step, evaluation))

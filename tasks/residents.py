@@ -11,6 +11,7 @@ from collections import OrderedDict
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from gleaner.conf.schema import PretrainedPolicy
 from gleaner.models.chat import Chat
@@ -23,6 +24,12 @@ from gleaner.tasks.context import RunContext
 from gleaner.tasks.keys import digest_json
 from gleaner.tasks.starting import ensure_start, start_key
 from gleaner.tasks.versions import materialise
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    def close(self) -> None: ...
+
 
 MAX_RESIDENTS = 2
 """Slots of one process: a policy and a peer or a critic."""
@@ -68,6 +75,11 @@ class Resident:
                     self._engine.load(Path(scratch) / "policy", version)
         return self._engine
 
+    def close(self) -> None:
+        """End what the engine started (vLLM's processes)."""
+        if isinstance(self._engine, Closeable):
+            self._engine.close()
+
     def _start_engine(self, version: str) -> Engine:
         settings, limit = self.context.settings.engine, self.policy.context
         if settings.kind == "transformers":
@@ -87,7 +99,7 @@ def resident(context: RunContext, slot: str = "policy") -> Resident:
     key = _key(context, slot)
     if key not in _residents:
         while len(_residents) >= MAX_RESIDENTS:
-            _residents.popitem(last=False)
+            _residents.popitem(last=False)[1].close()
         ensure_start(context)
         _residents[key] = Resident(context, start_key(context), slot)
     _residents.move_to_end(key)
@@ -104,6 +116,8 @@ def _key(context: RunContext, slot: str) -> str:
 
 def discard_residents() -> None:
     """Forget every resident; the next use starts from what is stored."""
+    for holder in _residents.values():
+        holder.close()
     _residents.clear()
 
 

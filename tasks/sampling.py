@@ -179,9 +179,9 @@ def _make_shard(
     shard: int,
     code: str,
 ) -> Record:
+    started = time.perf_counter()  # handing the weights over, and the canary, belong to sampling
     holder = resident(context)
     engine = holder.engine_at(version)
-    started = time.perf_counter()
     segments = collect(
         engine,
         holder.chat,
