@@ -34,6 +34,7 @@ def prefect_server(log: Path, port: int | None = None) -> Iterator[str]:
         return
     port = port or free_port()
     api = f"http://{HOST}:{port}/api"
+    from prefect.logging.handlers import APILogWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     command = [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port)]
@@ -45,6 +46,7 @@ def prefect_server(log: Path, port: int | None = None) -> Iterator[str]:
                 yield api
         finally:
             del os.environ["PREFECT_API_URL"]
+            APILogWorker.drain_all(timeout=5)  # log lines still on their way would find no server
 
 
 @contextlib.contextmanager
