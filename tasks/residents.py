@@ -13,6 +13,8 @@ from importlib.metadata import version as library_version
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from gleaner.conf.schema import PretrainedPolicy
 from gleaner.models.chat import Chat
 from gleaner.models.engines import make_engine
@@ -42,6 +44,7 @@ class Resident:
         self.context = context
         self.start = start
         self.policy = start_weights(context, start)
+        self._seed()
         keep_reference = context.settings.method.kl_coef > 0
         self.learner = Learner(self.policy, context.settings.update, slot=slot, keep_reference=keep_reference)
         self.chat = Chat(self.policy.tokenizer, multi_turn=context.environment.max_turns > 1)
@@ -59,7 +62,12 @@ class Resident:
     def fresh_start(self) -> None:
         """Put the start version's weights, and a fresh optimizer, into the learner."""
         fresh = Learner(start_weights(self.context, self.start), self.context.settings.update)
+        self._seed()
         self.learner.load_state(fresh.state_tensors(), fresh.state_json())
+
+    def _seed(self) -> None:
+        """A process's generator starts anywhere, and checkpoints hold its state."""
+        torch.manual_seed(self.context.settings.run.seed)
 
     def engine_at(self, version: str) -> Engine:
         """The engine, with the weights of `version`."""
