@@ -46,6 +46,7 @@ class Resident:
         self.policy = start_weights(context, start)
         self._seed()
         keep_reference = context.settings.method.kl_coef > 0
+        self.slot = slot
         self.learner = Learner(self.policy, context.settings.update, slot=slot, keep_reference=keep_reference)
         self.chat = Chat(self.policy.tokenizer, multi_turn=context.environment.max_turns > 1)
         self.version = start
@@ -61,7 +62,7 @@ class Resident:
 
     def fresh_start(self) -> None:
         """Put the start version's weights, and a fresh optimizer, into the learner."""
-        fresh = Learner(start_weights(self.context, self.start), self.context.settings.update)
+        fresh = Learner(start_weights(self.context, self.start), self.context.settings.update, slot=self.slot)
         self._seed()
         self.learner.load_state(fresh.state_tensors(), fresh.state_json())
 
