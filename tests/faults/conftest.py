@@ -31,9 +31,10 @@ OVERRIDES = [
     "environment.max_turns=8",
     "environment.layout=fixed",
     "environment.receptacles=3",
-    "warmstart.demonstrations=40",
-    "warmstart.steps=10",
+    "warmstart.demonstrations=300",
+    "warmstart.steps=400",
     "warmstart.batch=8",
+    "warmstart.lr=0.003",  # long enough to succeed at times: otherwise no gradient moves the weights that tests compare
 ]
 
 
@@ -151,4 +152,6 @@ def uninterrupted(warm_store: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """The same run, never killed."""
     place = begin_warm(warm_store, tmp_path_factory.mktemp("uninterrupted"))
     assert place.start() == 0, place.output
+    norms = [entry["metrics"]["update/grad_norm"] for _, entry in place.journal.entries()]
+    assert min(norms) > 0, f"a step without a gradient shows nothing of how updates are resumed: {norms}"
     return place
