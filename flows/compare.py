@@ -10,6 +10,7 @@ from prefect.artifacts import create_markdown_artifact
 from rich.console import Console
 
 from gleaner.conf.compose import compose_arms
+from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import CompareSettings, GleanerSettings
 from gleaner.flows.children import run_children
 from gleaner.flows.console import progress_bars
@@ -55,6 +56,7 @@ class ArmResult:
 def compare(settings: CompareSettings) -> dict[str, Any]:
     """Run the comparison under a Prefect server, and print its report."""
     runs = compose_arms(settings)
+    require_curves(runs)
     everything = [run for arm in runs.values() for run in arm]
     with prefect_server(RUNS_FOLDER / settings.name / "prefect-server.log"), progress_bars(everything):
         report: dict[str, Any] = compare_flow(settings)
@@ -65,6 +67,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
 @flow(name="compare", persist_result=False)
 def compare_flow(settings: CompareSettings) -> dict[str, Any]:
     """Arms x seeds as runs of their own, then the paired report."""
+    require_curves(compose_arms(settings))
     runs = {
         arm: [_as_child(run, settings) for run in members] for arm, members in compose_arms(settings).items()
     }
@@ -72,6 +75,18 @@ def compare_flow(settings: CompareSettings) -> dict[str, Any]:
     curves = {arm: [read_curve(run) for run in members] for arm, members in runs.items()}
     results = {arm: arm_result(curves, arm, settings.baseline) for arm in settings.arms}
     return _report(settings, runs, curves, results)
+
+
+def require_curves(runs: dict[str, list[GleanerSettings]]) -> None:
+    """
+    Raises:
+        ConfigurationError: an arm is never validated, so there would be no curve to compare once all had run.
+    """
+    for arm, members in runs.items():
+        if not members[0].evaluation.every:
+            raise ConfigurationError(
+                f"arm {arm} is never validated: set evaluation.every in common, for instance evaluation.every=20"
+            )
 
 
 @task(name="train_arms", persist_result=False)

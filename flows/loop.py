@@ -6,7 +6,7 @@ inside phases (tasks/), so killing this loop anywhere loses at most the shard in
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from gleaner.tasks.evaluating import Evaluation, evaluate_version
 from gleaner.tasks.faults import fault_point
 from gleaner.tasks.phase import GPU_TAGS, inline_phases, is_retryable
 from gleaner.tasks.preflight import preflight
-from gleaner.tasks.publishing import Published, publish
+from gleaner.tasks.publishing import publish
 from gleaner.tasks.reporting import Reporter
 from gleaner.tasks.sampling import Rollouts
 from gleaner.tasks.scoring import Scores
@@ -80,30 +80,24 @@ def train(settings: GleanerSettings, step_function: StepFunction) -> RunSummary:
         reporter.status("building the policy" if settings.warmstart is None else "warm start")
         start = start_policy(context)
         reporter.warm_start(start["metrics"])
-        before = _test(context, start["version"], reporter, step=0)
-        progress = standing(context, start["version"])
-        for _, entry in context.journal.entries():
-            reporter.step(entry)
+        before = test(context, start["version"], reporter, step=0)
         reporter.status("training")
-        for block in blocks(settings, progress.step):
-            if out_of_budget(settings, progress):
-                break
-            if len(block) == 1:
-                entries = [take_step(context, step_function, start["version"])]
+        reporter.follow(context.journal)
+        progress = standing(context, start["version"])
+        while not is_finished(settings, progress):
+            if settings.run.steps_per_task == 1:
+                take_step(context, step_function, progress)
             else:
-                entries = take_steps(context, step_function, start["version"], len(block))
-            for entry in entries:
-                reporter.step(entry)
+                until = min(progress.step + settings.run.steps_per_task, settings.run.steps)
+                take_steps(context, step_function, start["version"], until)
+            reporter.follow(context.journal)
             progress = standing(context, start["version"])
-        after = _test(context, progress.version, reporter, step=progress.step)
-        reporter.status("publishing")
-        published = publish(context, progress.version)
-        return _summary(context, progress, before, after, published, reporter)
+        after = test(context, progress.version, reporter, step=progress.step)
+        return conclude(context, progress, before, after, reporter)
 
 
-def take_step(context: RunContext, step_function: StepFunction, start: str) -> dict[str, Any]:
+def take_step(context: RunContext, step_function: StepFunction, before: Progress) -> None:
     """One step: the evaluation that is due, the method's algorithm, and its line in the journal."""
-    before = standing(context, start)
     evaluation = context.settings.evaluation
     validation: dict[str, float] = {}
     if evaluation.every and before.step % evaluation.every == 0:
@@ -114,24 +108,18 @@ def take_step(context: RunContext, step_function: StepFunction, start: str) -> d
     entry = step_function(context, before)
     entry["metrics"] |= validation | _timing(entry["metrics"], time.perf_counter() - started)
     fault_point("journal", before.step, "before_append")
-    committed = context.journal.append(before.step, entry)
+    context.journal.append(before.step, entry)
     fault_point("journal", before.step, "after_append")
-    return {"step": before.step, **committed}
 
 
 @task(name="steps", tags=GPU_TAGS, retries=2, retry_delay_seconds=5, retry_condition_fn=is_retryable)
-def take_steps(
-    context: RunContext, step_function: StepFunction, start: str, count: int
-) -> list[dict[str, Any]]:
-    """Several short steps in one task; each is journalled, so a retry goes on where the last one ended."""
-    entries = []
+def take_steps(context: RunContext, step_function: StepFunction, start: str, until: int) -> None:
+    """Short steps in one task, up to step `until`; each is journalled, so a retry goes on where the last one ended."""
     with inline_phases():
-        last = standing(context, start).step + count
-        while (progress := standing(context, start)).step < last and not out_of_budget(
-            context.settings, progress
-        ):
-            entries.append(take_step(context, step_function, start))
-    return entries
+        while (progress := standing(context, start)).step < until:
+            if is_finished(context.settings, progress):
+                return
+            take_step(context, step_function, progress)
 
 
 def standing(context: RunContext, start: str) -> Progress:
@@ -143,15 +131,11 @@ def standing(context: RunContext, start: str) -> Progress:
     return Progress(step + 1, entry["version"], entry["cursor"], entry["budget"], entry["method_state"])
 
 
-def blocks(settings: GleanerSettings, first: int) -> Iterator[range]:
-    """The steps still to do, in the blocks that one task runs."""
-    for start in range(first, settings.run.steps, settings.run.steps_per_task):
-        yield range(start, min(start + settings.run.steps_per_task, settings.run.steps))
-
-
-def out_of_budget(settings: GleanerSettings, progress: Progress) -> bool:
+def is_finished(settings: GleanerSettings, progress: Progress) -> bool:
+    """All steps are journalled, by whichever process, or the budget is spent."""
     limit = settings.run.budget_rollouts
-    return limit is not None and progress.budget.get("rollouts", 0) >= limit
+    spent = limit is not None and progress.budget.get("rollouts", 0) >= limit
+    return spent or progress.step >= settings.run.steps
 
 
 def entry_of(
@@ -199,7 +183,8 @@ def entry_of(
     }
 
 
-def _test(context: RunContext, version: str, reporter: Reporter, step: int) -> Evaluation | None:
+def test(context: RunContext, version: str, reporter: Reporter, step: int) -> Evaluation | None:
+    """Success on the test prompts; None if the settings ask for none."""
     prompts = context.settings.evaluation.test_prompts
     if not prompts:
         return None
@@ -209,14 +194,16 @@ def _test(context: RunContext, version: str, reporter: Reporter, step: int) -> E
     return found
 
 
-def _summary(
+def conclude(
     context: RunContext,
     progress: Progress,
     before: Evaluation | None,
     after: Evaluation | None,
-    published: Published,
     reporter: Reporter,
 ) -> RunSummary:
+    """Publish the policy, finish the report, and leave the summary in the run's folder."""
+    reporter.status("publishing")
+    published = publish(context, progress.version)
     report = reporter.finish(before, after, published)
     summary = RunSummary(
         run_id=context.run_id,

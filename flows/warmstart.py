@@ -4,12 +4,10 @@ from prefect import flow
 
 from gleaner.conf.compose import run_name
 from gleaner.conf.schema import GleanerSettings
-from gleaner.flows.loop import RunSummary
+from gleaner.flows.loop import Progress, RunSummary, conclude, test
 from gleaner.flows.naming import flow_run_name
 from gleaner.tasks.context import RunContext
-from gleaner.tasks.evaluating import evaluate_version
 from gleaner.tasks.preflight import preflight
-from gleaner.tasks.publishing import publish
 from gleaner.tasks.reporting import Reporter
 from gleaner.tasks.starting import start_policy
 
@@ -20,22 +18,8 @@ def warmstart(settings: GleanerSettings) -> RunSummary:
     context = RunContext.of(run_name(settings), settings)
     checked = preflight(context)
     with Reporter(context, checked) as reporter:
+        reporter.status("warm start")
         start = start_policy(context)
         reporter.warm_start(start["metrics"])
-        prompts = settings.evaluation.test_prompts
-        after = evaluate_version(context, start["version"], "test", prompts) if prompts else None
-        if after is not None:
-            reporter.test(0, after)
-        published = publish(context, start["version"])
-        report = reporter.finish(None, after, published)
-    return RunSummary(
-        run_id=context.run_id,
-        version=start["version"],
-        steps=0,
-        budget={},
-        before={},
-        after=after.metrics if after else {},
-        policy_folder=published.folder,
-        report_folder=report.folder,
-        mlflow_run=report.mlflow_run,
-    )
+        after = test(context, start["version"], reporter, step=0)
+        return conclude(context, Progress(step=0, version=start["version"]), None, after, reporter)

@@ -42,9 +42,9 @@ def publish(context: RunContext, version: str) -> Made[Published]:
         shutil.rmtree(folder)
         return Record(objects, {"version": version, "run_id": context.run_id}, code)
 
-    record, hit = store.memoise(key, make, lease_seconds=120)
+    record, hit = store.memoise(key, make)
+    # Not emptied before: two processes of one run may be here at once, and each file is replaced whole.
     folder = RUNS_FOLDER / context.run_id / "policy"
-    shutil.rmtree(folder, ignore_errors=True)
     store.fetch_folder(record.objects, folder)
     return Made(Published(key, str(folder)), hit)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ from gleaner.models import tables
 from gleaner.models.plots import before_after_plot, learning_plot, ledger_plot
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.evaluating import Evaluation, example_rollouts
+from gleaner.tasks.journal import Journal
 from gleaner.tasks.publishing import RUNS_FOLDER, Published
 from gleaner.tasks.tracking import RunTracker
 
@@ -64,7 +66,6 @@ class Reporter:
         splits = {split: int(sizes[split]) for split in ("train", "validation", "test")}
         self.tracker.data_set(context.environment.name, context.environment_digest, splits)
         self._entries: list[dict[str, Any]] = []
-        self._tests: list[tuple[int, Evaluation]] = []
         self._progress: Any = None  # Prefect types its synchronous calls as coroutines, too
         self._last_update = 0.0
         self._finished = False
@@ -89,25 +90,29 @@ class Reporter:
         """Pass on the warm start's metrics."""
         self.tracker.metrics(0, metrics)
 
-    def step(self, entry: dict[str, Any]) -> None:
-        """Pass on a journalled step. A step that MLflow already has is not told twice."""
+    def follow(self, journal: Journal) -> None:
+        """Pass on the steps that were journalled since, by whichever process. A step that MLflow already has is not
+        told twice."""
+        for step, entry in journal.entries(len(self._entries)):
+            self._step(step, entry)
+
+    def _step(self, step: int, entry: dict[str, Any]) -> None:
         self._entries.append(entry)
         budget = {f"budget/{name}": value for name, value in entry["budget"].items()}
-        self.tracker.metrics(len(self._entries) - 1, {**entry["metrics"], **budget})
+        self.tracker.metrics(step, {**entry["metrics"], **budget})
         now = time.monotonic()
         if self._progress is not None and now - self._last_update > PROGRESS_SECONDS:
             self._last_update = now
             done, steps = len(self._entries), max(1, self.context.settings.run.steps)
             success = entry["metrics"].get("success/mean", float("nan"))
-            with contextlib.suppress(*PREFECT_TROUBLE):
-                update_progress_artifact(
-                    self._progress,
-                    progress=min(100.0, 100.0 * done / steps),
-                    description=f"step {done} of {steps}, training success {success:.3f}",
-                )
+            self._show(
+                update_progress_artifact,
+                self._progress,
+                progress=min(100.0, 100.0 * done / steps),
+                description=f"step {done} of {steps}, training success {success:.3f}",
+            )
 
     def test(self, step: int, evaluation: Evaluation) -> None:
-        self._tests.append((step, evaluation))
         self.tracker.metrics(step, evaluation.metrics)
 
     def finish(self, before: Evaluation | None, after: Evaluation | None, published: Published) -> Report:
@@ -117,19 +122,29 @@ class Reporter:
         summary = self._summary(before, after, published)
         (self.folder / "summary.md").write_text(summary)
         self.tracker.artifact(self.folder / "summary.md")
-        create_markdown_artifact(
-            summary, key=_artifact_key(self.context, "summary"), description="summary of the run"
+        self._show(
+            create_markdown_artifact,
+            summary,
+            key=_artifact_key(self.context, "summary"),
+            description="summary of the run",
         )
         self._finished = True
         self.status("done")
         ended = self.tracker.finish("FINISHED")
         if ended["url"]:
-            create_link_artifact(
-                ended["url"], link_text="MLflow run", key=_artifact_key(self.context, "mlflow")
+            self._show(
+                create_link_artifact,
+                ended["url"],
+                link_text="MLflow run",
+                key=_artifact_key(self.context, "mlflow"),
             )
         if self._progress is not None:
-            update_progress_artifact(self._progress, progress=100.0, description=ended["message"])
+            self._show(update_progress_artifact, self._progress, progress=100.0, description=ended["message"])
         return Report(str(self.folder), ended["mlflow_run_id"])
+
+    def _show(self, artifact: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(*PREFECT_TROUBLE):
+            artifact(*args, **kwargs)
 
     def _write_plots(self, before: Evaluation | None, after: Evaluation | None) -> None:
         if self._entries:
@@ -153,8 +168,11 @@ class Reporter:
         (self.folder / "rollouts.json").write_text(json.dumps(shown, indent=1, ensure_ascii=False))
         rows = [{**row, "messages": _conversation(row["messages"])} for row in shown]
         self.tracker.table("rollouts", rows)
-        create_table_artifact(
-            rows, key=_artifact_key(self.context, "rollouts"), description="sample rollouts and verdicts"
+        self._show(
+            create_table_artifact,
+            rows,
+            key=_artifact_key(self.context, "rollouts"),
+            description="sample rollouts and verdicts",
         )
 
     def _training_rollouts(self) -> list[dict[str, Any]]:

@@ -134,7 +134,7 @@ def sample(
         make = functools.partial(
             _make_shard, context, version, members, sampling, purpose, step, samples, shard, code
         )
-        record, hit = store.memoise(key, make, lease_seconds=120)
+        record, hit = store.memoise(key, make)
         records.append(record)
         attempts.append(max(1, store.attempts(key)))
         hits += hit

@@ -54,7 +54,7 @@ def score(
             {"logprobs": store.put_tensors({"logprobs": flat})}, {"tokens": tokens, "seconds": seconds}, code
         )
 
-    record, hit = store.memoise(key, make, lease_seconds=120)
+    record, hit = store.memoise(key, make)
     facts = record.facts
     return Made(Scores(role, record.objects["logprobs"], int(facts["tokens"]), float(facts["seconds"])), hit)
 

@@ -98,5 +98,5 @@ def make_grpo_signal(
         }
         return Record({"signal": store_signal(store, signal)}, facts, code)
 
-    record, hit = store.memoise(key, make, lease_seconds=120)
+    record, hit = store.memoise(key, make)
     return Made(Signal(record.objects["signal"], record.facts["metrics"], tuple(record.facts["ledger"])), hit)

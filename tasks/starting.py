@@ -32,7 +32,7 @@ def start_policy(context: RunContext) -> Made[dict[str, Any]]:
 def ensure_start(context: RunContext) -> tuple[Record, bool]:
     """The start version's record, made if there is none; and whether it was there."""
     key = start_key(context)
-    return context.store.memoise(key, lambda: _make(context, key), lease_seconds=120)
+    return context.store.memoise(key, lambda: _make(context, key))
 
 
 @functools.lru_cache(maxsize=16)

@@ -283,7 +283,7 @@ class ObjectStore:
         return mine
 
     def memoise(
-        self, key: str, make: Callable[[], Record], *, lease_seconds: float = 60.0
+        self, key: str, make: Callable[[], Record], *, lease_seconds: float = 120.0
     ) -> tuple[Record, bool]:
         """The key's record, made only if there is none.
 

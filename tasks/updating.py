@@ -47,7 +47,7 @@ def update(context: RunContext, parent: str, signal: str, step: int, slot: str =
         return Record({"signal": signal}, facts, update_code())
 
     try:
-        record, hit = store.memoise(version, make, lease_seconds=120)
+        record, hit = store.memoise(version, make)
     except BaseException:
         discard_residents()
         raise

@@ -34,7 +34,8 @@ def verify(context: RunContext, rollouts: Rollouts, purpose: Purpose, step: int)
     settings, store = context.settings, context.store
     # Evaluation reports the verifier's success; rewards of one's own are for training.
     rewards = settings.rewards if purpose == "train" else [RewardSettings()]
-    code = code_version("gleaner.models.verification", *_reward_sources(rewards))
+    functions = [context.environment.verifier.function, *(reward.function for reward in rewards)]
+    code = code_version("gleaner.models.verification", *_sources(functions))
     key = cache_key(
         "verdicts",
         code,
@@ -61,7 +62,7 @@ def verify(context: RunContext, rollouts: Rollouts, purpose: Purpose, step: int)
             {"verdicts": table}, {"seconds": time.perf_counter() - started, **_counts(verdicts)}, code
         )
 
-    record, hit = store.memoise(key, make, lease_seconds=120)
+    record, hit = store.memoise(key, make)
     return Made(Verdicts(table=record.objects["verdicts"], **record.facts), hit)
 
 
@@ -79,6 +80,6 @@ def _counts(verdicts: Sequence[Verdict]) -> dict[str, int]:
     }
 
 
-def _reward_sources(rewards: Sequence[RewardSettings]) -> list[str]:
-    """Modules and files of the user's own reward functions: an edited reward is another reward."""
-    return [reward.function.rpartition(":")[0] for reward in rewards if reward.function != "verifier"]
+def _sources(functions: Sequence[str]) -> list[str]:
+    """Modules and files of the verifier and of the user's own rewards: an edited one may judge otherwise."""
+    return [function.rpartition(":")[0] for function in functions if function != "verifier"]

@@ -84,12 +84,15 @@ class Demonstration:
 @runtime_checkable
 class Environment(Protocol):
     name: str
-    version: str
-    """Part of cache keys; bump it when prompts or behaviour change."""
     max_turns: int
     parallel_episodes: int
     """Episodes that may be stepped at once from threads; 1: one after the other in the caller's thread."""
     verifier: VerifierSpec
+
+    @property
+    def version(self) -> str:
+        """Part of cache keys; another one whenever prompts or behaviour change. A class attribute will do."""
+        ...
 
     def size(self, split: Split) -> int:
         """Number of prompts in a split."""

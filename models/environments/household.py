@@ -17,7 +17,7 @@ from typing import Any, Literal
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import HouseholdEnvironment, Split
 from gleaner.models.environments.base import Demonstration, Observation, Outcome, VerifierSpec
-from gleaner.models.environments.prompts import content_digest, make_prompt, split_of
+from gleaner.models.environments.prompts import content_digest, make_prompt, split_of, split_size
 from gleaner.models.records import Message, Prompt
 
 CLOSED_KINDS = ("cabinet", "drawer", "fridge")
@@ -69,9 +69,7 @@ class Household:
 
     def size(self, split: Split) -> int:
         settings = self.settings
-        shares = {"validation": settings.validation_share, "test": settings.test_share}
-        counts = {name: max(1, round(settings.size * share)) for name, share in shares.items()}
-        return counts[split] if split != "train" else settings.size - sum(counts.values())
+        return split_size(split, settings.size, settings.validation_share, settings.test_share)
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """

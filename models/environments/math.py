@@ -18,7 +18,7 @@ from typing import Any
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import MathEnvironment, Split
 from gleaner.models.environments.base import Demonstration, Episode, VerifierSpec
-from gleaner.models.environments.prompts import make_prompt, split_of
+from gleaner.models.environments.prompts import content_digest, make_prompt, split_of
 from gleaner.models.math_verdicts import boxed, final_answer
 from gleaner.models.records import Prompt
 from gleaner.models.verification import VerifierPool, judge_texts
@@ -79,7 +79,6 @@ class MathQuestions:
     """
 
     name = "math"
-    version = "1"
     max_turns = 1
     parallel_episodes = 1
     verifier = VerifierSpec("gleaner.models.math_verdicts:verify", version="math-1")
@@ -90,6 +89,16 @@ class MathQuestions:
                 f"environment.max_turns={settings.max_turns}: math has one turn; remove the setting"
             )
         self.settings = settings
+
+    @property
+    def version(self) -> str:
+        """Of the code and of the questions: a warm start on another file's questions is another warm start."""
+        questions = [
+            [split, question.question, question.answer, question.solution]
+            for split, part in self._splits.items()
+            for question in part
+        ]
+        return f"1-{content_digest(questions)[:16]}"
 
     def size(self, split: Split) -> int:
         return len(self._splits[split])

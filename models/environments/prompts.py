@@ -20,6 +20,15 @@ def content_digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def split_size(split: Split, size: int, validation_share: float, test_share: float) -> int:
+    """Prompts of a split of an environment that makes `size` of them; none is left empty."""
+    counts = {
+        name: max(1, round(size * share))
+        for name, share in (("validation", validation_share), ("test", test_share))
+    }
+    return size - sum(counts.values()) if split == "train" else counts[split]
+
+
 def split_of(content: str, validation_share: float, test_share: float) -> Split:
     """The split that a content belongs to, whatever else is in the data set (this project's choice).
 

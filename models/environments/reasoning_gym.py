@@ -18,7 +18,7 @@ from typing import Any
 from gleaner.conf.errors import ConfigurationError, VerifierContractError
 from gleaner.conf.schema import ReasoningGymEnvironment, Split
 from gleaner.models.environments.base import Demonstration, Episode, Outcome, VerifierSpec
-from gleaner.models.environments.prompts import make_prompt, split_of
+from gleaner.models.environments.prompts import make_prompt, split_of, split_size
 from gleaner.models.records import Message, Prompt
 from gleaner.models.verification import VerifierPool, judge_texts
 
@@ -66,9 +66,7 @@ class ReasoningGymProblems:
 
     def size(self, split: Split) -> int:
         settings = self.settings
-        shares = {"validation": settings.validation_share, "test": settings.test_share}
-        counts = {name: max(1, round(settings.size * share)) for name, share in shares.items()}
-        return counts[split] if split != "train" else settings.size - sum(counts.values())
+        return split_size(split, settings.size, settings.validation_share, settings.test_share)
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """

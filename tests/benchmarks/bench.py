@@ -147,19 +147,19 @@ class Gleaner:
     def block(self, steps: int) -> dict[str, float]:
         """Take so many steps; per step: seconds, and the seconds of each phase."""
         from gleaner.flows.grpo import grpo_step
-        from gleaner.flows.loop import take_step, take_steps
+        from gleaner.flows.loop import standing, take_step, take_steps
 
         started = time.perf_counter()
-        entries: list[dict[str, Any]] = []
-        while len(entries) < steps:
-            count = min(self.work.steps_per_task, steps - len(entries))
-            if count == 1:
-                entries.append(take_step(self.context, grpo_step, self.start))
+        first = standing(self.context, self.start).step
+        while (progress := standing(self.context, self.start)).step < first + steps:
+            until = min(progress.step + self.work.steps_per_task, first + steps)
+            if until == progress.step + 1:
+                take_step(self.context, grpo_step, progress)
             else:
-                entries += take_steps(self.context, grpo_step, self.start, count)
-        for entry in entries:
-            self.reporter.step(entry)
+                take_steps(self.context, grpo_step, self.start, until)
+        self.reporter.follow(self.context.journal)
         seconds = (time.perf_counter() - started) / steps
+        entries = [entry for _, entry in self.context.journal.entries(first)]
         phases = {
             name: sum(entry["metrics"][f"seconds/{name}"] for entry in entries) / steps
             for name in ("sample", "verify", "score", "update")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gleaner.conf.compose import compose
+from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import CompareSettings
 from gleaner.flows.compare import Curve, arm_result, compare, report_markdown
 
@@ -38,6 +39,12 @@ def test_few_seeds_are_called_mechanics():
     text = report_markdown(settings, {arm: arm_result(CURVES, arm, "grpo") for arm in CURVES})
     assert "show mechanics, not a gain" in text
     assert "| wide | 0.600" in text
+
+
+def test_arms_that_are_never_validated_are_refused_before_any_runs():
+    settings = CompareSettings(arms={"grpo": [], "wide": []}, seeds=[0, 1], budget_rollouts=128)
+    with pytest.raises(ConfigurationError, match=r"set evaluation\.every"):
+        compare(settings)
 
 
 @pytest.mark.slow

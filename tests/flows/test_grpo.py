@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 from gleaner.conf.errors import ConfigurationError
 from gleaner.flows.grpo import grpo
 from gleaner.models import tables
+from gleaner.tasks import context as context_module
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.residents import resident
 from gleaner.tasks.sampling import draw_prompts
 from gleaner.tasks.signals import Batch, load_groups
+from gleaner.tasks.starting import start_key
 from gleaner.tasks.stored_signals import load_signal
 from gleaner.tasks.updating import update
 
@@ -197,10 +199,12 @@ def sometimes_silent(*, prompt, text, transcript, success):
 
 def test_wrong_files_are_refused_before_a_policy_is_built(small, tmp_path):
     (tmp_path / "my.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?"}\n')
-    settings = small("environment=math", f"environment.path={tmp_path}/my.jsonl")
+    settings = small(
+        "environment=math", f"environment.path={tmp_path}/my.jsonl", f"storage.path={tmp_path}/store"
+    )
     with pytest.raises(ConfigurationError, match=r"my\.jsonl.*line 2"):
         grpo(settings)
-    assert not [key for key in context_of(settings).store.list_keys() if settings.run.name in key]
+    assert context_of(settings).store.list_keys() == []  # no start policy, no rollout: nothing was made
     assert not (tmp_path / ".gleaner/runs" / settings.run.name / "policy").exists()
 
 
@@ -218,3 +222,37 @@ def test_groups_of_a_batch_follow_the_group_policy(small):
     groups, counts = load_groups(context, batch)
     assert [len(group.episodes) for group in groups] == [4, 4, 4]
     assert counts["groups/dropped"] == 0
+
+
+def test_steps_that_another_process_took_are_neither_taken_again_nor_told_under_another_number(small):
+    settings = small("run.steps=2")
+    grpo(settings)
+    again = grpo(settings)  # everything is journalled: no third step, though this process took none of them
+    assert again.steps == 2
+    assert context_of(settings).journal.steps() == [0, 1]
+    told = [
+        json.loads(line)
+        for path in Path(".gleaner/spool").rglob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    rollouts = {
+        (r["step"], r["values"]["budget/rollouts"]) for r in told if "budget/rollouts" in r.get("values", {})
+    }
+    assert rollouts == {(0, 12.0), (1, 24.0)}
+
+
+def test_a_run_of_more_questions_starts_from_its_own_warm_start(small, tmp_path):
+    path = tmp_path / "my.jsonl"
+
+    def start_version():
+        lines = [json.dumps({"question": f"{n}+1?", "answer": str(n + 1)}) for n in range(count)]
+        path.write_text("\n".join(lines))
+        settings = small("environment=math", f"environment.path={path}", f"run.name=questions-{count}")
+        return start_key(context_of(settings))
+
+    count = 30
+    first = start_version()
+    count = 31
+    context_module._environment.cache_clear()  # a file is read once per process
+    context_module._environment_digest.cache_clear()
+    assert start_version() != first
