@@ -48,6 +48,9 @@ class Progress:
     method_state: dict[str, Any] = field(default_factory=dict)
 
 
+PHASES = ("sample", "verify", "score", "signal", "update")
+"""Whose work is timed; the rest of a step's wall time is orchestration."""
+
 StepFunction = Callable[[RunContext, Progress], dict[str, Any]]
 """A method's algorithm: samples, scores and updates once, and returns `entry_of(...)`."""
 
@@ -161,6 +164,7 @@ def entry_of(
         "seconds/sample": sum(part.seconds for part in batch.rollouts),
         "seconds/verify": sum(part.seconds for part in batch.verdicts),
         "seconds/score": sum(part.seconds for part in scores),
+        "seconds/signal": signal.seconds,
         "seconds/update": updated.seconds,
     }
     return {
@@ -221,8 +225,9 @@ def conclude(
 
 
 def _timing(metrics: dict[str, float], wall: float) -> dict[str, float]:
-    """What a step spent beside sampling, verifying, scoring and updating. A step found in the store spent nothing."""
-    phases = sum(metrics[f"seconds/{name}"] for name in ("sample", "verify", "score", "update"))
+    """What a step spent beside the work of its phases: Prefect, the store, the journal. A step found in the store
+    spent nothing."""
+    phases = sum(metrics[f"seconds/{name}"] for name in PHASES)
     rest = max(0.0, wall - phases)
     return {
         "seconds/step": wall,

@@ -1,5 +1,6 @@
 """Signals: what a method makes of verified groups, stored so that it can be applied again."""
 
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,11 +32,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Signal:
-    """Digest of a stored signal, its metrics, and its ledger's entries."""
+    """Digest of a stored signal, its metrics, its ledger's entries, and the seconds that its maths took."""
 
     ref: str
     metrics: dict[str, float]
     ledger: tuple[dict[str, Any], ...]
+    seconds: float
 
 
 def load_groups(context: RunContext, batch: Batch) -> tuple[list[Group], dict[str, float]]:
@@ -81,6 +83,7 @@ def make_grpo_signal(
         shard_of = {
             segment.prompt_id: shard for shard in batch.shards for segment in load_rollouts(context, [shard])
         }
+        started = time.perf_counter()
         signal, metrics = grpo_signal(
             groups,
             settings.method,
@@ -95,8 +98,11 @@ def make_grpo_signal(
         facts = {
             "metrics": {**metrics, **counts, **ledger.metrics},
             "ledger": [asdict(entry) for entry in ledger.entries],
+            "seconds": time.perf_counter() - started,
         }
         return Record({"signal": store_signal(store, signal)}, facts, code)
 
     record, hit = store.memoise(key, make)
-    return Made(Signal(record.objects["signal"], record.facts["metrics"], tuple(record.facts["ledger"])), hit)
+    facts = record.facts
+    made = Signal(record.objects["signal"], facts["metrics"], tuple(facts["ledger"]), facts["seconds"])
+    return Made(made, hit)

@@ -147,7 +147,7 @@ class Gleaner:
     def block(self, steps: int) -> dict[str, float]:
         """Take so many steps; per step: seconds, and the seconds of each phase."""
         from gleaner.flows.grpo import grpo_step
-        from gleaner.flows.loop import standing, take_step, take_steps
+        from gleaner.flows.loop import PHASES, standing, take_step, take_steps
 
         started = time.perf_counter()
         first = standing(self.context, self.start).step
@@ -161,8 +161,7 @@ class Gleaner:
         seconds = (time.perf_counter() - started) / steps
         entries = [entry for _, entry in self.context.journal.entries(first)]
         phases = {
-            name: sum(entry["metrics"][f"seconds/{name}"] for entry in entries) / steps
-            for name in ("sample", "verify", "score", "update")
+            name: sum(entry["metrics"][f"seconds/{name}"] for entry in entries) / steps for name in PHASES
         }
         assert all(entry["metrics"]["rollout/length_mean"] == self.work.new_tokens for entry in entries)
         assert all(entry["counts"]["scored"] == self.work.rows for entry in entries)
