@@ -66,8 +66,9 @@ LEARNING_RATE = 1e-5
 
 
 def write_weights(work: Work, folder: Path) -> None:
-    """A random policy that never stops: dimension 0 of its residual stream is the same for every token, and only the
-    stop token's row of the (untied) head reads it, with a large negative weight."""
+    """A random policy that never stops: dimension 0 of its residual stream is the same for every token, too large for
+    any layer to turn its sign, and only the stop token's row of the (untied) head reads it, with a large negative
+    weight."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from workload import Counting
@@ -84,7 +85,7 @@ def write_weights(work: Work, folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**values))
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 10.0
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[tiny.tokenizer.eos_token_id, 0] = -30.0
     save_policy(Policy(model.eval(), tiny.tokenizer, CONTEXT), folder)
