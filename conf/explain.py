@@ -126,13 +126,19 @@ def _unknown(root: type[BaseModel], setting: Setting, given: Any) -> str:
     suggestions = (
         _closest(wanted, siblings, 0.8)
         or [name for word, name in NAMES_ELSEWHERE.items() if word == leaf]
-        or sorted({other.name for other in settings if other.leaf == leaf})
+        or _shallowest({other.name for other in settings if other.leaf == leaf})
         or _closest(wanted, siblings, 0.6)
         or _closest(wanted, [other.name for other in settings], 0.75)
     )
     if suggestions:
         return f"{wanted} is no setting: did you mean {' or '.join(suggestions)}?"
     return f"{wanted} is no setting: choose from {', '.join(siblings)}"
+
+
+def _shallowest(names: set[str]) -> list[str]:
+    """The names with the fewest parts: a setting of the run comes to mind before one of a method's peer."""
+    depth = min((name.count(".") for name in names), default=0)
+    return sorted(name for name in names if name.count(".") == depth)
 
 
 def _closest(wanted: str, names: list[str], cutoff: float) -> list[str]:

@@ -249,10 +249,59 @@ class DynamicSampling(Settings):
     """Rounds of sampling at most, the first included. Every rollout counts in the budget."""
 
 
-class GrpoMethod(Settings):
-    """GRPO and its relatives, by four independent choices. The presets grpo, dapo, dr_grpo, gspo and cispo set them."""
+class TeacherSettings(Settings):
+    """A frozen policy whose log-probabilities guide the student's own tokens (GATS, arXiv 2609.37898), and when it
+    goes."""
 
-    kind: Literal["grpo"] = "grpo"
+    run: str | None = None
+    """A finished run in the same store: its policy teaches, and its last training success rates are the reference."""
+    path: str | None = None
+    """Instead of a run: a local folder or a hub id, with `success` set by hand."""
+    success: float | None = Field(None, gt=0, le=1)
+    """The teacher's training success M_T. Empty: from the run's own record. Set by hand it is marked so in the
+    metrics, since it must come from the same prompts and temperature."""
+    schedule: Literal["gap", "always", "linear", "cosine", "step"] = "gap"
+    """gap: weight 1 - M_S / M_T, withdrawn for good once the student reaches the teacher. The others are controls."""
+    window: int = Field(5, ge=1)
+    """K: training steps that M_S and M_T are means over."""
+    horizon: int | None = Field(None, ge=0)
+    """N of linear, cosine and step: the weight is 0 after so many steps."""
+    matched_run: str | None = None
+    """Instead of `horizon`: the step at which this run withdrew its teacher (all its steps if it never did)."""
+
+    @model_validator(mode="after")
+    def one_teacher(self) -> Self:
+        if (self.run is None) == (self.path is None):
+            raise ValueError(
+                "a teacher is a run or a path: set method.teacher.run to a finished run's name, or method.teacher.path to a folder"
+            )
+        if self.path is not None and self.success is None:
+            raise ValueError(
+                "method.teacher.path carries no training record: set method.teacher.success to its success rate on training "
+                "prompts at the sampling temperature, or name a run with method.teacher.run"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def schedule_has_its_horizon(self) -> Self:
+        timed = self.schedule in ("linear", "cosine", "step")
+        given = (self.horizon is not None) + (self.matched_run is not None)
+        if given != timed:
+            raise ValueError(
+                f"method.teacher.schedule={self.schedule} needs method.teacher.horizon or method.teacher.matched_run, one of them"
+                if timed
+                else f"method.teacher.schedule={self.schedule} has no horizon: remove method.teacher.horizon and method.teacher.matched_run"
+            )
+        if self.horizon == 0 and self.schedule != "step":
+            raise ValueError(
+                f"method.teacher.horizon=0 with {self.schedule} divides by zero: set method.teacher.schedule=step"
+            )
+        return self
+
+
+class GroupRelative(Settings):
+    """What every method shares with GRPO: advantages within groups, ratio, surrogate, averaging."""
+
     scale: Literal["std", "none"] = "std"
     """Divide the group's centred rewards by their standard deviation, or not (Dr.GRPO)."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
@@ -297,8 +346,74 @@ class GrpoMethod(Settings):
         return self
 
 
-AnyMethod = GrpoMethod
-"""One member now; a method's file adds its own (a union discriminated by `kind`)."""
+class GrpoMethod(GroupRelative):
+    """GRPO and its relatives, by four independent choices. The presets grpo, dapo, dr_grpo, gspo and cispo set them."""
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class GatsMethod(GroupRelative):
+    """Gap-adaptive teacher scheduling (arXiv 2609.37898): GRPO plus distillation on the student's own tokens, weighted
+    by the gap to the teacher, and withdrawn for good at parity."""
+
+    kind: Literal["gats"] = "gats"
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
+    """Of both terms; the paper's is sequence_mean. Compare with a GRPO of the same."""
+    clip_high: float = Field(0.2, gt=0)
+    """The paper's range is symmetric: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    teacher: TeacherSettings
+
+
+class PeerSettings(Settings):
+    """The other policy of GRAFT (arXiv 2609.37868): trained beside this one, or one whose run is in the store."""
+
+    policy: AnyPolicy | None = None
+    """Trained in this run: of another architecture or tokenizer, as a rule."""
+    warmstart: WarmstartSettings | None = None
+    """Of the peer trained in this run."""
+    run: str | None = None
+    """Instead: a run in the same store, whose recorded groups are read by step and prompt."""
+
+    @model_validator(mode="after")
+    def one_peer(self) -> Self:
+        if (self.run is None) == (self.policy is None):
+            raise ValueError(
+                "a peer is trained here or read from the store: set method.peer.policy, or method.peer.run to the name of a run"
+            )
+        if self.run is not None and self.warmstart is not None:
+            raise ValueError(
+                "method.peer.warmstart belongs to a peer that is trained here: remove it, or method.peer.run"
+            )
+        return self
+
+
+class GraftMethod(GroupRelative):
+    """Cross-model trajectory exchange (arXiv 2609.37868): where the policy's whole group failed and the peer's did not,
+    the peer's trajectories take its place."""
+
+    kind: Literal["graft"] = "graft"
+    peer: PeerSettings
+    floor: float = Field(0.8, ge=0, lt=1)
+    """Delta: a trajectory whose compatibility is at most this is left out. 0 is the ablation without a floor."""
+    gate: bool = True
+    """False: every trajectory counts in full, whatever its compatibility (ablation)."""
+    balance: bool = True
+    """Co-training: both directions exchange about equally many groups, the ones most often solved first."""
+    prompts: Literal["complementary", "random"] = "complementary"
+    """random: as many groups, drawn from all that the policy failed or not (matched control)."""
+    admission: Literal["compatible", "random"] = "compatible"
+    """random: as many trajectories as the gate admits, drawn at random, with the same weights (matched control)."""
+    order: Literal["peer_last", "peer_first"] = "peer_last"
+    """Mini-batches with grafted groups come last, or clipping never sees them; peer_first is the ablation."""
+    trajectories: Literal["all", "successes"] = "all"
+    """successes: failures of the peer's group are left out of numerator and denominator (ablation)."""
+    advantages: Literal["source", "pooled"] = "source"
+    """source: within the peer's full group; pooled: over both groups together (ablation)."""
+    teacher: TeacherSettings | None = None
+    """A teacher on the policy's own rollouts beside it: GATS with GRAFT."""
+
+
+AnyMethod = Annotated[GrpoMethod | GatsMethod | GraftMethod, Field(discriminator="kind")]
 
 
 class UpdateSettings(Settings):

@@ -13,7 +13,7 @@ from gleaner.flows.naming import flow_run_name
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.sampling import Drawn, Rollouts, draw_prompts, sample
 from gleaner.tasks.scoring import Scores, score
-from gleaner.tasks.signals import Batch, informative_groups, make_grpo_signal
+from gleaner.tasks.signals import Batch, informative_groups, make_signal
 from gleaner.tasks.updating import update
 from gleaner.tasks.verification import Verdicts, verify
 
@@ -28,7 +28,7 @@ def grpo_step(context: RunContext, before: Progress) -> dict[str, Any]:
     """One round: verified groups, their signal, one update."""
     batch, cursor = verified_groups(context, before)
     old, reference = scores_needed(context, before, batch)
-    signal = make_grpo_signal(context, batch, before.step, old, reference)
+    signal = make_signal(context, batch, before.step, old, reference)
     updated = update(context, before.version, signal.ref, before.step)
     scores = [part for part in (old, reference) if part is not None]
     return entry_of(before, batch, cursor, signal, updated, scores)

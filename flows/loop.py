@@ -164,6 +164,7 @@ def entry_of(
         "seconds/sample": sum(part.seconds for part in batch.rollouts),
         "seconds/verify": sum(part.seconds for part in batch.verdicts),
         "seconds/score": sum(part.seconds for part in scores),
+        **{f"forward_tokens/{part.role}": float(part.forward_tokens) for part in scores},
         "seconds/signal": signal.seconds,
         "seconds/update": updated.seconds,
     }
@@ -185,6 +186,12 @@ def entry_of(
         "budget": budget,
         "metrics": metrics,
     }
+
+
+def success_of(batch: Batch) -> float | None:
+    """Training success of a step: successes over scored episodes, by the verifier; None if nothing was scored."""
+    scored = sum(part.scored for part in batch.verdicts)
+    return sum(part.successes for part in batch.verdicts) / scored if scored else None
 
 
 def test(context: RunContext, version: str, reporter: Reporter, step: int) -> Evaluation | None:

@@ -5,8 +5,10 @@ a chat template, and a context limit. `save_policy` writes the folder that trans
 """
 
 import copy
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -104,7 +106,8 @@ def build_policy(settings: AnyPolicy, environment: Environment, seed: int) -> Po
     """Build or load the start policy.
 
     Args:
-        environment: whose prompts and demonstrations train a tiny policy's tokenizer.
+        environment: whose prompts and demonstrations train a tiny policy's tokenizer. One for every seed of a
+            comparison: a teacher scores the student's tokens only if both have one tokenizer.
         seed: of a tiny policy's weights and of LoRA's; the tokenizer does not depend on it.
 
     Raises:
@@ -185,6 +188,13 @@ def train_tokenizer(environment: Environment, vocabulary: int) -> PreTrainedToke
         chat_template=TINY_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of which token each id is. Policies that share it can score each other's ids, whatever their templates
+    and merges."""
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens, ensure_ascii=True).encode()).hexdigest()
 
 
 def tokenizer_texts(environment: Environment) -> Iterator[str]:

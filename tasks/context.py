@@ -40,6 +40,11 @@ class RunContext:
         return _environment(self.settings_json)
 
     @property
+    def shared_environment(self) -> Environment:
+        """The environment of seed 0: what must be alike for every seed (a tiny policy's tokenizer) is made from it."""
+        return _shared_environment(self.settings_json)
+
+    @property
     def environment_digest(self) -> str:
         """Digest of everything about the environment that a rollout may depend on."""
         return _environment_digest(self.settings_json)
@@ -70,6 +75,11 @@ def _journal(storage: AnyStorage, run_id: str) -> Journal:
 def _environment(settings_json: str) -> Environment:
     settings = _settings(settings_json)
     return make_environment(settings.environment, settings.run.seed)
+
+
+@functools.lru_cache(maxsize=4)
+def _shared_environment(settings_json: str) -> Environment:
+    return make_environment(_settings(settings_json).environment, 0)
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ from gleaner.models.policy import load_tokenizer
 from gleaner.models.verification import check_rewards
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.phase import Made, phase
+from gleaner.tasks.teachers import check_teacher, teacher_settings
 
 PROMPTS_MEASURED = 64
 
@@ -30,6 +31,8 @@ def preflight(context: RunContext) -> Made[dict[str, Any]]:
     problems = list(environment.validate())
     problems += check_rewards(settings.rewards, context.verifiers)
     problems += _engine(settings)
+    if teacher_settings(context) is not None:
+        problems += check_teacher(context)
     found: dict[str, Any] = {split: environment.size(split) for split in ("train", "validation", "test")}
     if found["train"] == 0:
         problems.append(

@@ -3,12 +3,13 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gleaner.models.policy import save_policy
+from gleaner.models.policy import save_policy, tokenizer_digest
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.keys import cache_key, code_version
 from gleaner.tasks.phase import Made, phase
-from gleaner.tasks.residents import resident
+from gleaner.tasks.residents import Resident, resident
 from gleaner.tasks.store import Record
 from gleaner.tasks.versions import has_checkpoint, write_checkpoint
 
@@ -40,15 +41,34 @@ def publish(context: RunContext, version: str) -> Made[Published]:
         save_policy(holder.policy, folder)
         objects = store.put_folder(folder)
         shutil.rmtree(folder)
-        return Record(objects, {"version": version, "run_id": context.run_id}, code)
+        facts = {"version": version, "run_id": context.run_id, "training": _training_record(context, holder)}
+        return Record(objects, facts, code)
 
     record, hit = store.memoise(key, make)
+    store.publish(run_key(context.run_id, len(context.journal.steps())), record)
     # Not emptied before: two processes of one run may be here at once, and each file is replaced whole.
     folder = RUNS_FOLDER / context.run_id / "policy"
     store.fetch_folder(record.objects, folder)
     return Made(Published(key, str(folder)), hit)
 
 
+def _training_record(context: RunContext, holder: Resident) -> dict[str, Any]:
+    """What a later student must know of its teacher: (successes, scored) of each training step, and under which
+    conditions they came about."""
+    counts = [entry["counts"] for _, entry in context.journal.entries()]
+    return {
+        "environment": context.settings.environment.model_dump(mode="json"),
+        "temperature": context.settings.sampling.temperature,
+        "tokenizer": tokenizer_digest(holder.policy.tokenizer),
+        "steps": [[count["successes"], count["scored"]] for count in counts],
+    }
+
+
+def run_key(run: str, steps: int) -> str:
+    """Key under which a run of so many steps published its policy."""
+    return cache_key("published", "1", run=run, steps=steps)
+
+
 def policy_key(version: str) -> str:
     """Key of a version's published policy."""
-    return cache_key("policy", "1", version=version)
+    return cache_key("policy", "2", version=version)

@@ -9,6 +9,7 @@ import functools
 import gc
 import tempfile
 from collections import OrderedDict
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as library_version
 from pathlib import Path
@@ -102,6 +103,7 @@ class Resident:
 
 
 _residents: OrderedDict[str, Resident] = OrderedDict()
+_frozen: dict[str, Engine] = {}
 
 
 def resident(context: RunContext, slot: str = "policy") -> Resident:
@@ -125,11 +127,21 @@ def _key(context: RunContext, slot: str) -> str:
     )
 
 
+def frozen_engine(name: str, load: Callable[[], Engine]) -> Engine:
+    """The engine of a policy that does not learn (a teacher), built once in a process. One at a time."""
+    if name not in _frozen:
+        _frozen.clear()
+        _frozen[name] = load()
+        _spare_the_collector()
+    return _frozen[name]
+
+
 def discard_residents() -> None:
     """Forget every resident; the next use starts from what is stored."""
     for holder in _residents.values():
         holder.close()
     _residents.clear()
+    _frozen.clear()
     gc.unfreeze()
 
 
@@ -146,7 +158,7 @@ def start_weights(context: RunContext, start: str) -> Policy:
     settings = context.settings
     record = context.store.lookup(start)
     if record is None or not record.objects:
-        return build_policy(settings.policy, context.environment, settings.run.seed)
+        return build_policy(settings.policy, context.shared_environment, settings.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         context.store.fetch_folder(record.objects, Path(scratch))
         pretrained = PretrainedPolicy(
@@ -154,7 +166,7 @@ def start_weights(context: RunContext, start: str) -> Policy:
         )
         if isinstance(settings.policy, PretrainedPolicy):
             pretrained = settings.policy.model_copy(update={"path": scratch, "revision": None})
-        return build_policy(pretrained, context.environment, settings.run.seed)
+        return build_policy(pretrained, context.shared_environment, settings.run.seed)
 
 
 @functools.cache

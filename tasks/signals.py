@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gleaner.models.methods.gats import Guidance, with_guidance
 from gleaner.models.methods.grpo import grpo_signal, informative
 from gleaner.models.records import Verdict
 from gleaner.models.signal import Group, audit, group_rollouts
@@ -53,13 +54,27 @@ def informative_groups(context: RunContext, batch: Batch) -> int:
     return sum(informative(group) for group in load_groups(context, batch)[0])
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What a teacher says of a batch, and how much it counts (GATS)."""
+
+    guidance: Guidance
+    scores: Scores | None
+
+
 @phase()
-def make_grpo_signal(
-    context: RunContext, batch: Batch, step: int, old: Scores | None, reference: Scores | None
+def make_signal(
+    context: RunContext,
+    batch: Batch,
+    step: int,
+    old: Scores | None,
+    reference: Scores | None,
+    taught: Taught | None = None,
 ) -> Made[Signal]:
-    """Advantages within groups, folded with the method's averaging into coefficients; and the ledger."""
+    """Advantages within groups, a teacher's part if there is one, folded with the method's averaging into
+    coefficients; and the ledger."""
     settings, store = context.settings, context.store
-    code = code_version("gleaner.models.methods.grpo", "gleaner.models.signal")
+    code = code_version("gleaner.models.methods.grpo", "gleaner.models.methods.gats", "gleaner.models.signal")
     key = cache_key(
         "signal",
         code,
@@ -67,7 +82,10 @@ def make_grpo_signal(
         verification=[settings.verification.on_unscored, settings.verification.keep_at_least],
         shards=list(batch.shards),
         verdicts=[part.table for part in batch.verdicts],
-        scores=[scores.tensors for scores in (old, reference) if scores is not None],
+        scores=[scores.tensors if scores is not None else None for scores in (old, reference)],
+        taught=[taught.guidance.metrics, taught.scores.tensors if taught.scores else None]
+        if taught
+        else None,
         minibatches=settings.update.minibatches,
         prompts_per_step=settings.run.prompts_per_step,
         sampling=[settings.sampling.max_new_tokens, settings.sampling.temperature],
@@ -94,6 +112,10 @@ def make_grpo_signal(
             old_logprobs=load_scores(context, batch.shards, old) if old else None,
             reference_logprobs=load_scores(context, batch.shards, reference) if reference else None,
         )
+        if taught is not None:
+            teacher = load_scores(context, batch.shards, taught.scores) if taught.scores else {}
+            signal, guided = with_guidance(signal, teacher, taught.guidance.weight)
+            metrics |= taught.guidance.metrics | guided
         ledger = audit(signal, sampled)
         facts = {
             "metrics": {**metrics, **counts, **ledger.metrics},

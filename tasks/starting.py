@@ -60,7 +60,7 @@ def _make(context: RunContext, version: str) -> Record:
         return Record({}, {"version": version, "metrics": {}}, code)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "policy"
-        policy = build_policy(settings.policy, context.environment, settings.run.seed)
+        policy = build_policy(settings.policy, context.shared_environment, settings.run.seed)
         metrics: dict[str, float] = {}
         if settings.warmstart is not None:
             started = time.perf_counter()

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from gleaner.conf.schema import GrpoMethod
+from gleaner.conf.schema import GroupRelative
 from gleaner.models.records import Segment
 from gleaner.models.signal import Episode, Floats, Group, LearningSignal, Objective, SignalRow, row_of
 
@@ -86,7 +86,7 @@ def informative(group: Group) -> bool:
     return group.kind == "mixed"
 
 
-def grpo_objective(method: GrpoMethod, temperature: float) -> Objective:
+def grpo_objective(method: GroupRelative, temperature: float) -> Objective:
     return Objective(
         ratio=method.ratio,
         surrogate=method.surrogate,
@@ -101,7 +101,7 @@ def grpo_objective(method: GrpoMethod, temperature: float) -> Objective:
 
 def grpo_signal(
     groups: Sequence[Group],
-    method: GrpoMethod,
+    method: GroupRelative,
     *,
     rollouts: str | Mapping[str, str],
     minibatches: int,

@@ -29,6 +29,8 @@ NEEDED = {
     "environment=math": ["environment.path=my.jsonl"],
     "environment=python": ["environment.path=world.py:World"],
     "policy=pretrained": ["policy.path=some/model"],
+    "method=gats": ["method.teacher.run=a-run"],
+    "method=graft": ["method.peer.run=a-run"],
 }
 
 
