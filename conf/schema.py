@@ -273,11 +273,13 @@ class TeacherSettings(Settings):
     def one_teacher(self) -> Self:
         if (self.run is None) == (self.path is None):
             raise ValueError(
-                "a teacher is a run or a path: set method.teacher.run to a finished run's name, or method.teacher.path to a folder"
+                "a teacher is a run or a path: set method.teacher.run to a finished run's name, or "
+                "method.teacher.path to a folder"
             )
         if self.path is not None and self.success is None:
             raise ValueError(
-                "method.teacher.path carries no training record: set method.teacher.success to its success rate on training "
+                "method.teacher.path carries no training record: set method.teacher.success to its success rate on "
+                "training "
                 "prompts at the sampling temperature, or name a run with method.teacher.run"
             )
         return self
@@ -288,9 +290,11 @@ class TeacherSettings(Settings):
         given = (self.horizon is not None) + (self.matched_run is not None)
         if given != timed:
             raise ValueError(
-                f"method.teacher.schedule={self.schedule} needs method.teacher.horizon or method.teacher.matched_run, one of them"
+                f"method.teacher.schedule={self.schedule} needs method.teacher.horizon or "
+                "method.teacher.matched_run, one of them"
                 if timed
-                else f"method.teacher.schedule={self.schedule} has no horizon: remove method.teacher.horizon and method.teacher.matched_run"
+                else f"method.teacher.schedule={self.schedule} has no horizon: remove method.teacher.horizon and "
+                "method.teacher.matched_run"
             )
         if self.horizon == 0 and self.schedule != "step":
             raise ValueError(
@@ -378,7 +382,8 @@ class PeerSettings(Settings):
     def one_peer(self) -> Self:
         if (self.run is None) == (self.policy is None):
             raise ValueError(
-                "a peer is trained here or read from the store: set method.peer.policy, or method.peer.run to the name of a run"
+                "a peer is trained here or read from the store: set method.peer.policy, or method.peer.run to the "
+                "name of a run"
             )
         if self.run is not None and self.warmstart is not None:
             raise ValueError(

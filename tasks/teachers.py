@@ -143,7 +143,8 @@ def horizon_of(context: RunContext) -> int | None:
     last = Journal(context.store, settings.matched_run).last() if settings.matched_run in runs else None
     if last is None:
         raise ConfigurationError(
-            f"method.teacher.matched_run={settings.matched_run} has no step in {context.store.files.where}: run it first"
+            f"method.teacher.matched_run={settings.matched_run} has no step in {context.store.files.where}: run it "
+            "first"
         )
     step, entry = last
     withdrawn_at: int | None = entry["method_state"].get("teacher", {}).get("withdrawn_at")
@@ -212,13 +213,15 @@ def _training_success(run: str, steps: Sequence[Sequence[int]], window: int) -> 
     recent = steps[-window:]
     if not recent:
         raise ConfigurationError(
-            f"method.teacher.run={run} has no training step, so it has no training success: train it (gleaner run grpo), or "
+            f"method.teacher.run={run} has no training step, so it has no training success: train it (gleaner run "
+            "grpo), or "
             "set method.teacher.success by hand"
         )
     success = mean_success([successes / max(1, scored) for successes, scored in recent], window)
     if success <= 0:
         raise ConfigurationError(
-            f"method.teacher.run={run} never succeeded in its last {len(recent)} steps, so there is no gap to close: train it "
+            f"method.teacher.run={run} never succeeded in its last {len(recent)} steps, so there is no gap to close: "
+            "train it "
             "longer, or choose another teacher"
         )
     return success, sum(scored for _, scored in recent)
@@ -241,6 +244,7 @@ def _require_same_task(context: RunContext, run: str, trained: dict[str, Any]) -
                 if theirs.get(name) != ours.get(name)
             ]
         raise ConfigurationError(
-            f"method.teacher.run={run} was trained with another {'; '.join(differing)}: its success rate says nothing of "
+            f"method.teacher.run={run} was trained with another {'; '.join(differing)}: its success rate says "
+            "nothing of "
             "these prompts. Train one on this environment at this temperature, or set method.teacher.success by hand"
         )
