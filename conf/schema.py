@@ -417,6 +417,15 @@ class GraftMethod(GroupRelative):
     teacher: TeacherSettings | None = None
     """A teacher on the policy's own rollouts beside it: GATS with GRAFT."""
 
+    @model_validator(mode="after")
+    def both_policies_meet_the_same_prompts(self) -> Self:
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "method.dynamic_sampling draws prompts by one policy's success, and a peer must meet the same: "
+                "remove it"
+            )
+        return self
+
 
 AnyMethod = Annotated[GrpoMethod | GatsMethod | GraftMethod, Field(discriminator="kind")]
 

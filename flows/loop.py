@@ -25,7 +25,7 @@ from gleaner.tasks.reporting import Reporter
 from gleaner.tasks.sampling import Rollouts
 from gleaner.tasks.scoring import Scores
 from gleaner.tasks.signals import Batch, Signal
-from gleaner.tasks.starting import start_policy
+from gleaner.tasks.starting import start_key, start_policy
 from gleaner.tasks.updating import Updated
 
 
@@ -51,6 +51,9 @@ class Progress:
 PHASES = ("sample", "verify", "score", "signal", "update")
 """Whose work is timed; the rest of a step's wall time is orchestration."""
 
+Companions = Callable[[RunContext, Progress], dict[str, tuple[RunContext, str]]]
+"""Policies that a method trains beside the run's own, by name: each with its context and its version."""
+
 StepFunction = Callable[[RunContext, Progress], dict[str, Any]]
 """A method's algorithm: samples, scores and updates once, and returns `entry_of(...)`."""
 
@@ -68,9 +71,18 @@ class RunSummary:
     policy_folder: str
     report_folder: str
     mlflow_run: str | None
+    peer_before: dict[str, float] = field(default_factory=dict)
+    peer_after: dict[str, float] = field(default_factory=dict)
 
 
-def train(settings: GleanerSettings, step_function: StepFunction) -> RunSummary:
+def alone(_context: RunContext, _progress: Progress) -> dict[str, tuple[RunContext, str]]:
+    """The companions of a method that trains one policy."""
+    return {}
+
+
+def train(
+    settings: GleanerSettings, step_function: StepFunction, companions: Companions = alone
+) -> RunSummary:
     """Run, or take up, a training run.
 
     Raises:
@@ -78,35 +90,50 @@ def train(settings: GleanerSettings, step_function: StepFunction) -> RunSummary:
     """
     context = RunContext.of(run_name(settings), settings)
     checked = preflight(context)
+    first = Progress(step=0, version=start_key(context))
+    others = companions(context, first)
+    for other, _ in others.values():
+        preflight(other)
     context.journal.header(run_identity(settings))
     with Reporter(context, checked) as reporter:
         reporter.status("building the policy" if settings.warmstart is None else "warm start")
         start = start_policy(context)
         reporter.warm_start(start["metrics"])
+        for name, (other, _) in others.items():
+            reporter.status(f"building the {name}")
+            start_policy(other)
         before = test(context, start["version"], reporter, step=0)
+        others_before = test_companions(others, reporter, step=0)
         reporter.status("training")
         reporter.follow(context.journal)
         progress = standing(context, start["version"])
         while not is_finished(settings, progress):
             if settings.run.steps_per_task == 1:
-                take_step(context, step_function, progress)
+                take_step(context, step_function, progress, companions)
             else:
                 until = min(progress.step + settings.run.steps_per_task, settings.run.steps)
-                take_steps(context, step_function, start["version"], until)
+                take_steps(context, step_function, start["version"], until, companions)
             reporter.follow(context.journal)
             progress = standing(context, start["version"])
         after = test(context, progress.version, reporter, step=progress.step)
-        return conclude(context, progress, before, after, reporter)
+        others_after = test_companions(companions(context, progress), reporter, progress.step)
+        for name, (other, version) in companions(context, progress).items():
+            publish(other, version, name)
+        return conclude(context, progress, before, after, reporter, others_before, others_after)
 
 
-def take_step(context: RunContext, step_function: StepFunction, before: Progress) -> None:
+def take_step(
+    context: RunContext, step_function: StepFunction, before: Progress, companions: Companions = alone
+) -> None:
     """One step: the evaluation that is due, the method's algorithm, and its line in the journal."""
     evaluation = context.settings.evaluation
     validation: dict[str, float] = {}
     if evaluation.every and before.step % evaluation.every == 0:
-        validation = evaluate_version(
-            context, before.version, "validation", evaluation.validation_prompts
-        ).metrics
+        prompts = evaluation.validation_prompts
+        validation = evaluate_version(context, before.version, "validation", prompts).metrics
+        for name, (other, version) in companions(context, before).items():
+            found = evaluate_version(other, version, "validation", prompts).metrics
+            validation |= {f"{name}/{metric}": value for metric, value in found.items()}
     started = time.perf_counter()
     entry = step_function(context, before)
     entry["metrics"] |= validation | _timing(entry["metrics"], time.perf_counter() - started)
@@ -116,13 +143,19 @@ def take_step(context: RunContext, step_function: StepFunction, before: Progress
 
 
 @task(name="steps", tags=GPU_TAGS, retries=2, retry_delay_seconds=5, retry_condition_fn=is_retryable)
-def take_steps(context: RunContext, step_function: StepFunction, start: str, until: int) -> None:
+def take_steps(
+    context: RunContext,
+    step_function: StepFunction,
+    start: str,
+    until: int,
+    companions: Companions = alone,
+) -> None:
     """Short steps in one task, up to step `until`; each is journalled, so a retry goes on where the last one ended."""
     with inline_phases():
         while (progress := standing(context, start)).step < until:
             if is_finished(context.settings, progress):
                 return
-            take_step(context, step_function, progress)
+            take_step(context, step_function, progress, companions)
 
 
 def standing(context: RunContext, start: str) -> Progress:
@@ -205,12 +238,30 @@ def test(context: RunContext, version: str, reporter: Reporter, step: int) -> Ev
     return found
 
 
+def test_companions(
+    companions: dict[str, tuple[RunContext, str]], reporter: Reporter, step: int
+) -> dict[str, float]:
+    """The same test of the policies beside the run's own; metrics of all of them, named after each."""
+    metrics: dict[str, float] = {}
+    for name, (context, version) in companions.items():
+        prompts = context.settings.evaluation.test_prompts
+        if not prompts:
+            continue
+        reporter.status(f"test of the {name}")
+        found = evaluate_version(context, version, "test", prompts).metrics
+        metrics |= found
+        reporter.tracker.metrics(step, {f"{name}/{metric}": value for metric, value in found.items()})
+    return metrics
+
+
 def conclude(
     context: RunContext,
     progress: Progress,
     before: Evaluation | None,
     after: Evaluation | None,
     reporter: Reporter,
+    peer_before: dict[str, float] | None = None,
+    peer_after: dict[str, float] | None = None,
 ) -> RunSummary:
     """Publish the policy, finish the report, and leave the summary in the run's folder."""
     reporter.status("publishing")
@@ -226,6 +277,8 @@ def conclude(
         policy_folder=published.folder,
         report_folder=report.folder,
         mlflow_run=report.mlflow_run,
+        peer_before=peer_before or {},
+        peer_after=peer_after or {},
     )
     (Path(report.folder) / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
     return summary

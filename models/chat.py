@@ -84,6 +84,11 @@ class Chat:
         ids = self._observation_text(key)
         return list(ids) if after_stop else [self.end_id, *ids]
 
+    def answer_ids(self, text: str, ended: bool) -> list[int]:
+        """Ids of a turn that somebody else wrote, with the end token if the turn `ended` by itself."""
+        ids = self._encode(text)
+        return [*ids, self.end_id] if ended else ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of sampled ids, without stop or other special tokens."""
         return self._decode_short(tuple(ids)) if len(ids) <= 64 else self._decode(tuple(ids))

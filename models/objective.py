@@ -154,10 +154,15 @@ def policy_loss(
         sums["kl_sampler"] = torch.where(sampled_N, gap_N, 0.0).sum()
         sums["tokens_sampler"] = sampled_N.sum()
         sums["active"] = active_N.sum()
+        from_peer_N = active_N & torch.isnan(batch.sampler_logprobs_N)
+        sums["active_peer"] = from_peer_N.sum()
         sums["ratio"] = torch.where(active_N, ratio_N, 0.0).sum()
         if objective.surrogate == "clip":
             sums["clipped_low"] = (active_N & (advantage_N < 0) & (ratio_N < low)).sum()
-            sums["clipped_high"] = (active_N & (advantage_N > 0) & (ratio_N > high)).sum()
+            clipped_high_N = active_N & (advantage_N > 0) & (ratio_N > high)
+            sums["clipped_high"] = clipped_high_N.sum()
+            clipped_N = clipped_high_N | (active_N & (advantage_N < 0) & (ratio_N < low))
+            sums["clipped_peer"] = (clipped_N & from_peer_N).sum()
         elif objective.surrogate == "cispo":
             sums["clipped_high"] = (active_N & (ratio_N > objective.cispo_max)).sum()
         if objective.off_policy_delta is not None:
@@ -174,8 +179,8 @@ def loss_metrics(outputs: Iterable[Mapping[str, float]]) -> dict[str, float]:
     Returns:
         clip_low, clip_high (shares of the tokens with a gradient whose ratio is clipped away, by side),
         off_policy (share of tokens left out), ratio (mean), approx_kl (k3 estimate of KL(old || policy)),
-        kl_sampler (mean of sampler - policy: KL(sampler || policy)), kl_reference, entropy, tokens. Measured
-        before each optimizer step.
+        clip_peer (the same share of a peer's tokens, both sides), kl_sampler (mean of sampler - policy: KL(sampler ||
+        policy)), kl_reference, entropy, tokens. Measured before each optimizer step.
     """
     total: dict[str, float] = {}
     for sums in outputs:
@@ -194,6 +199,8 @@ def loss_metrics(outputs: Iterable[Mapping[str, float]]) -> dict[str, float]:
         "entropy": mean("entropy", "tokens"),
         "tokens": total.get("tokens", 0.0),
     }
+    if total.get("active_peer"):
+        metrics["clip_peer"] = mean("clipped_peer", "active_peer")
     if "off_policy" in total:
         metrics["off_policy"] = mean("off_policy", "tokens")
     if "kl_reference" in total:

@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import SamplingSettings
-from gleaner.models.chat import Chat
+from gleaner.models.chat import Chat, text_only
 from gleaner.models.engines.base import Completion, Engine, Turn
 from gleaner.models.environments.base import Environment, Episode, Observation
 from gleaner.models.records import FinishReason, Message, Prompt, Segment
@@ -256,6 +256,62 @@ def end_early(rollout: Rollout, reason: FinishReason) -> None:
         rollout.finish_reason = reason
     except Exception as error:
         rollout.fail(error)
+
+
+def retokenised(segment: Segment, prompt: Prompt, chat: Chat, source_stops: frozenset[int]) -> Segment | None:
+    """A rollout of another policy in this chat's tokens, as if the policy had sampled it.
+
+    That is its visible text, an end token where the source ended its turn by itself, and observations in this chat's
+    template.
+
+    The source's log-probabilities belong to other tokens: the mean of them stands on every learnable token, so that
+    a mean over the row is the source's.
+
+    Args:
+        source_stops: ids that end a turn of the source.
+
+    Returns:
+        None for a rollout without a sampled token, or one whose history was rewritten (several segments).
+    """
+    if not segment.logprobs or segment.segment > 0:
+        return None
+    ended = _turns_that_ended(segment, source_stops)
+    ids: list[int] = []
+    mask: list[int] = []
+    closed = True
+    turns = 0
+    said: list[Message] = []
+    for message in segment.transcript:
+        if message["role"] != "assistant":
+            said.append(message)
+            continue
+        if said:
+            observation = chat.observation_ids(said, after_stop=closed)
+            ids += observation
+            mask += [0] * len(observation)
+            said = []
+        closed = ended[turns]
+        turns += 1
+        answer = chat.answer_ids(str(text_only(message)["content"]), closed)
+        ids += answer
+        mask += [1] * len(answer)
+    if not any(mask):
+        return None
+    mean = sum(segment.logprobs) / len(segment.logprobs)
+    return replace(
+        segment,
+        context_ids=chat.prompt_ids(prompt.messages),
+        sampled_ids=ids,
+        loss_mask=mask,
+        logprobs=[mean] * sum(mask),
+    )
+
+
+def _turns_that_ended(segment: Segment, stops: frozenset[int]) -> list[bool]:
+    """For each sampled turn, whether its last token ended it."""
+    places = zip(segment.sampled_ids, segment.loss_mask, [*segment.loss_mask[1:], 0], strict=True)
+    # Two turns always have an observation between them, so a turn's last token is followed by one without loss.
+    return [token in stops for token, sampled, next_sampled in places if sampled and not next_sampled]
 
 
 def as_segment(rollout: Rollout, version: str, digest: str) -> Segment:

@@ -136,7 +136,7 @@ def labelled(chat: Chat, demonstration: Demonstration) -> dict[str, list[int]]:
             labels += [IGNORED] * len(observation)
             said = []
         content = str(text_only(message)["content"])
-        answer = [*chat.tokenizer.encode(content, add_special_tokens=False), chat.end_id]
+        answer = chat.answer_ids(content, ended=True)
         ids += answer
         labels += answer
     return {"input_ids": ids, "labels": labels}

@@ -110,6 +110,16 @@ def group(store: ObjectStore, run: str, step: int, prompt_id: str) -> Group:
     return Group(run, step, prompt, members)
 
 
+def all_groups(store: ObjectStore, run: str, step: int) -> dict[str, Group]:
+    """Every group of a step by prompt_id, with its verdicts.
+
+    Raises:
+        ConfigurationError: no such run or step.
+    """
+    episodes = _episodes(store, _entry(store, run, step))
+    return {prompt_id: Group(run, step, prompt, members) for prompt_id, (prompt, members) in episodes.items()}
+
+
 def export(store: ObjectStore, run: str, path: Path, *, include_answers: bool = False) -> int:
     """Write a run's rollouts as JSONL, one episode a line, with its prompt and verdict. The file appears whole.
 

@@ -25,8 +25,9 @@ class Published:
 
 
 @phase(gpu=True)
-def publish(context: RunContext, version: str) -> Made[Published]:
-    """Store a version's policy (LoRA merged) and a checkpoint to go on from; copy the policy to the run's folder."""
+def publish(context: RunContext, version: str, name: str = "policy") -> Made[Published]:
+    """Store a version's policy (LoRA merged) and a checkpoint to go on from; copy it to the folder `name` of the run's
+    folder. The run's own policy, called `policy`, can then be named as a teacher or a peer."""
     store = context.store
     key = policy_key(version)
     code = code_version("gleaner.models.policy")
@@ -36,7 +37,7 @@ def publish(context: RunContext, version: str) -> Made[Published]:
         holder.bring_to(version)
         if not has_checkpoint(store, version):
             write_checkpoint(store, version, holder.learner, context.settings.run.steps)
-        folder = RUNS_FOLDER / context.run_id / "publishing"
+        folder = RUNS_FOLDER / context.run_id / f"publishing-{name}"
         shutil.rmtree(folder, ignore_errors=True)
         save_policy(holder.policy, folder)
         objects = store.put_folder(folder)
@@ -45,9 +46,10 @@ def publish(context: RunContext, version: str) -> Made[Published]:
         return Record(objects, facts, code)
 
     record, hit = store.memoise(key, make)
-    store.publish(run_key(context.run_id, len(context.journal.steps())), record)
+    if name == "policy":
+        store.publish(run_key(context.run_id, len(context.journal.steps())), record)
     # Not emptied before: two processes of one run may be here at once, and each file is replaced whole.
-    folder = RUNS_FOLDER / context.run_id / "policy"
+    folder = RUNS_FOLDER / context.run_id / name
     store.fetch_folder(record.objects, folder)
     return Made(Published(key, str(folder)), hit)
 
@@ -60,6 +62,7 @@ def _training_record(context: RunContext, holder: Resident) -> dict[str, Any]:
         "environment": context.settings.environment.model_dump(mode="json"),
         "temperature": context.settings.sampling.temperature,
         "tokenizer": tokenizer_digest(holder.policy.tokenizer),
+        "stop_ids": sorted(holder.chat.stop_ids),
         "steps": [[count["successes"], count["scored"]] for count in counts],
     }
 

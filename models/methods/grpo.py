@@ -11,6 +11,7 @@ mean.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -125,73 +126,133 @@ def grpo_signal(
         reward/mean, success/mean, advantage/mean, advantage/abs, groups/zero_std, response/mean,
         response/max, response/truncated, tis/mean, tis/max, tis/capped.
     """
+    members = [
+        Contribution(episode, advantage, step)
+        for group, step in zip(groups, minibatch_of_groups(len(groups), minibatches).tolist(), strict=True)
+        for episode, advantage in zip(
+            group.episodes, advantages(group.rewards, method.scale, method.epsilon).tolist(), strict=True
+        )
+    ]
+    rows, corrections = fold(
+        members,
+        method,
+        rollouts=rollouts,
+        max_new_tokens=max_new_tokens,
+        old_logprobs=old_logprobs,
+        reference_logprobs=reference_logprobs,
+        slot=slot,
+    )
+    signal = LearningSignal(grpo_objective(method, temperature), rows)
+    return signal, group_metrics(groups, members) | correction_metrics(corrections, method.importance_cap)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """An episode's part in an update.
+
+    Attributes:
+        step: its mini-batch.
+        weight: factor of its policy-gradient term, in the numerator alone (GRAFT's compatibility).
+        peer: a peer's episode in the learner's own tokens; `old_logprobs` are the learner's, and it gets neither the
+            sampler's correction, since the sampler was another model, nor a KL term.
+        old_logprobs: per segment, for a peer's episode.
+    """
+
+    episode: Episode
+    advantage: float
+    step: int
+    weight: float = 1.0
+    peer: bool = False
+    rollouts: str | None = None
+    old_logprobs: Sequence[Floats] = ()
+
+
+def fold(
+    members: Sequence[Contribution],
+    method: GroupRelative,
+    *,
+    rollouts: str | Mapping[str, str],
+    max_new_tokens: int,
+    old_logprobs: Mapping[EpisodeSegmentKey, Floats] | None = None,
+    reference_logprobs: Mapping[EpisodeSegmentKey, Floats] | None = None,
+    slot: str = "policy",
+) -> tuple[list[SignalRow], list[Floats]]:
+    """Rows with the method's averaging folded in, in the order of `members`, and the sampler's corrections.
+
+    Raises:
+        ValueError: a KL term without reference_logprobs.
+    """
     if method.kl_coef > 0 and reference_logprobs is None:
         raise ValueError(
             "method.kl_coef is above zero: pass reference_logprobs, scored with the start policy"
         )
-    episodes: list[Episode] = []
-    advantages_: list[float] = []
-    steps: list[int] = []
-    for group, step in zip(groups, minibatch_of_groups(len(groups), minibatches).tolist(), strict=True):
-        episodes += group.episodes
-        advantages_ += advantages(group.rewards, method.scale, method.epsilon).tolist()
-        steps += [step] * len(group.episodes)
-
-    masked_B = np.array([method.overlong == "mask" and episode.truncated for episode in episodes], dtype=bool)
-    tokens_B = np.array([episode.tokens for episode in episodes], dtype=np.int64)
-    weights_B = np.zeros(len(episodes))
-    counted_B = ~masked_B
-    weights_B[counted_B] = aggregation_weights(
-        method.aggregation, tokens_B[counted_B], np.array(steps, dtype=np.int64)[counted_B], max_new_tokens
+    masked_B = np.array(
+        [method.overlong == "mask" and member.episode.truncated for member in members], dtype=bool
     )
-
+    tokens_B = np.array([member.episode.tokens for member in members], dtype=np.int64)
+    steps_B = np.array([member.step for member in members], dtype=np.int64)
+    weights_B = np.zeros(len(members))
+    weights_B[~masked_B] = aggregation_weights(
+        method.aggregation, tokens_B[~masked_B], steps_B[~masked_B], max_new_tokens
+    )
     rows: list[SignalRow] = []
     corrections: list[Floats] = []
-    for episode, advantage, step, weight in zip(
-        episodes, advantages_, steps, weights_B.tolist(), strict=True
-    ):
-        for segment in episode.segments:
+    for member, mean in zip(members, weights_B.tolist(), strict=True):
+        for index, segment in enumerate(member.episode.segments):
             if not segment.logprobs:
                 continue
+            pg_coef: float | Floats = mean * member.weight
+            if member.peer:
+                assert member.rollouts is not None, "a peer's episode names its table"
+                rows.append(
+                    row_of(
+                        segment,
+                        member.rollouts,
+                        pg_coef,
+                        member.advantage,
+                        member.old_logprobs[index],
+                        origin="peer",
+                        pg_source="peer",
+                        slot=slot,
+                        minibatch=member.step,
+                    )
+                )
+                continue
             old = None if old_logprobs is None else old_logprobs[_key(segment)]
-            pg_coef: float | Floats = weight
             if old is not None:
                 correction = sampler_correction(
                     np.asarray(old), np.asarray(segment.logprobs, dtype=np.float64), method.importance_cap
                 )
                 corrections.append(correction)
-                pg_coef = weight * correction
-            row = row_of(
-                segment,
-                rollouts if isinstance(rollouts, str) else rollouts[segment.prompt_id],
-                pg_coef,
-                advantage,
-                old,
-                slot=slot,
-                minibatch=step,
-                kl_coef=np.full(len(segment.logprobs), weight * method.kl_coef) if method.kl_coef else None,
-                reference_logprobs=reference_logprobs[_key(segment)] if reference_logprobs else None,
+                pg_coef = pg_coef * correction
+            rows.append(
+                row_of(
+                    segment,
+                    rollouts if isinstance(rollouts, str) else rollouts[segment.prompt_id],
+                    pg_coef,
+                    member.advantage,
+                    old,
+                    slot=slot,
+                    minibatch=member.step,
+                    kl_coef=np.full(len(segment.logprobs), mean * method.kl_coef) if method.kl_coef else None,
+                    reference_logprobs=reference_logprobs[_key(segment)] if reference_logprobs else None,
+                )
             )
-            rows.append(row)
-    signal = LearningSignal(grpo_objective(method, temperature), rows)
-    metrics = _metrics(groups, np.array(advantages_), tokens_B, episodes)
-    metrics |= correction_metrics(corrections, method.importance_cap)
-    return signal, metrics
+    return rows, corrections
 
 
 def _key(segment: Segment) -> EpisodeSegmentKey:
     return (segment.prompt_id, segment.sample, segment.segment)
 
 
-def _metrics(
-    groups: Sequence[Group],
-    advantages_B: Floats,
-    tokens_B: npt.NDArray[np.int64],
-    episodes: Sequence[Episode],
-) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], members: Sequence[Contribution]) -> dict[str, float]:
+    """Rewards, success and lengths of the learner's own groups; advantages of all that contributes."""
+    episodes = [episode for group in groups for episode in group.episodes]
     if not episodes:
         return {}
     rewards_B = np.concatenate([group.rewards for group in groups])
+    advantages_B = np.array([member.advantage for member in members])
+    tokens_B = np.array([episode.tokens for episode in episodes])
     return {
         "reward/mean": float(rewards_B.mean()),
         "success/mean": float(np.mean([bool(episode.verdict.success) for episode in episodes])),
