@@ -106,7 +106,9 @@ def read_curve(run: GleanerSettings) -> Curve:
             success.append(entry["metrics"]["validation/success"])
         spent = entry["budget"]["rollouts"]
         recovered.append(entry["metrics"]["signal/recovered"])
-    final = summary["after"].get("test/success", success[-1] if success else float("nan"))
+    rollouts.append(spent)
+    success.append(summary["validation"]["validation/success"])
+    final = summary["after"].get("test/success", success[-1])
     return Curve(rollouts, success, final, sum(recovered) / max(1, len(recovered)), summary["budget"])
 
 

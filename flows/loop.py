@@ -71,6 +71,8 @@ class RunSummary:
     policy_folder: str
     report_folder: str
     mlflow_run: str | None
+    validation: dict[str, float] = field(default_factory=dict)
+    """Of the last version, as steps have it for theirs; empty where the settings ask for none."""
     peer_before: dict[str, float] = field(default_factory=dict)
     peer_after: dict[str, float] = field(default_factory=dict)
 
@@ -115,31 +117,37 @@ def train(
                 take_steps(context, step_function, start["version"], until, companions)
             reporter.follow(context.journal)
             progress = standing(context, start["version"])
+        validation = validate(context, progress, companions) if settings.evaluation.every else {}
+        reporter.tracker.metrics(progress.step, validation)
         after = test(context, progress.version, reporter, step=progress.step)
         others_after = test_companions(companions(context, progress), reporter, progress.step)
         for name, (other, version) in companions(context, progress).items():
             publish(other, version, name)
-        return conclude(context, progress, before, after, reporter, others_before, others_after)
+        return conclude(context, progress, before, after, reporter, validation, others_before, others_after)
 
 
 def take_step(
     context: RunContext, step_function: StepFunction, before: Progress, companions: Companions = alone
 ) -> None:
     """One step: the evaluation that is due, the method's algorithm, and its line in the journal."""
-    evaluation = context.settings.evaluation
-    validation: dict[str, float] = {}
-    if evaluation.every and before.step % evaluation.every == 0:
-        prompts = evaluation.validation_prompts
-        validation = evaluate_version(context, before.version, "validation", prompts).metrics
-        for name, (other, version) in companions(context, before).items():
-            found = evaluate_version(other, version, "validation", prompts).metrics
-            validation |= {f"{name}/{metric}": value for metric, value in found.items()}
+    every = context.settings.evaluation.every
+    validation = validate(context, before, companions) if every and before.step % every == 0 else {}
     started = time.perf_counter()
     entry = step_function(context, before)
     entry["metrics"] |= validation | _timing(entry["metrics"], time.perf_counter() - started)
     fault_point("journal", before.step, "before_append")
     context.journal.append(before.step, entry)
     fault_point("journal", before.step, "after_append")
+
+
+def validate(context: RunContext, at: Progress, companions: Companions) -> dict[str, float]:
+    """validation/… of the run's policy, and of every companion's under its name."""
+    prompts = context.settings.evaluation.validation_prompts
+    metrics = dict(evaluate_version(context, at.version, "validation", prompts).metrics)
+    for name, (other, version) in companions(context, at).items():
+        found = evaluate_version(other, version, "validation", prompts).metrics
+        metrics |= {f"{name}/{metric}": value for metric, value in found.items()}
+    return metrics
 
 
 @task(name="steps", tags=GPU_TAGS, retries=2, retry_delay_seconds=5, retry_condition_fn=is_retryable)
@@ -260,8 +268,9 @@ def conclude(
     before: Evaluation | None,
     after: Evaluation | None,
     reporter: Reporter,
-    peer_before: dict[str, float] | None = None,
-    peer_after: dict[str, float] | None = None,
+    validation: dict[str, float],
+    peer_before: dict[str, float],
+    peer_after: dict[str, float],
 ) -> RunSummary:
     """Publish the policy, finish the report, and leave the summary in the run's folder."""
     reporter.status("publishing")
@@ -277,8 +286,9 @@ def conclude(
         policy_folder=published.folder,
         report_folder=report.folder,
         mlflow_run=report.mlflow_run,
-        peer_before=peer_before or {},
-        peer_after=peer_after or {},
+        validation=validation,
+        peer_before=peer_before,
+        peer_after=peer_after,
     )
     (Path(report.folder) / "summary.json").write_text(json.dumps(asdict(summary), indent=1))
     return summary

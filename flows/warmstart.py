@@ -22,4 +22,6 @@ def warmstart(settings: GleanerSettings) -> RunSummary:
         start = start_policy(context)
         reporter.warm_start(start["metrics"])
         after = test(context, start["version"], reporter, step=0)
-        return conclude(context, Progress(step=0, version=start["version"]), None, after, reporter)
+        return conclude(
+            context, Progress(step=0, version=start["version"]), None, after, reporter, {}, {}, {}
+        )

@@ -293,9 +293,9 @@ def a_maker_renews_its_own_lease(store):
         return Record({}, {"seconds": seconds})
 
     with ThreadPoolExecutor(2) as pool:
-        slow = pool.submit(store.memoise, "k", lambda: make(2.5), lease_seconds=0.8)
+        slow = pool.submit(store.memoise, "k", lambda: make(4), lease_seconds=1.5)
         time.sleep(0.2)
-        fast = pool.submit(store.memoise, "k", lambda: make(0), lease_seconds=0.8)
+        fast = pool.submit(store.memoise, "k", lambda: make(0), lease_seconds=1.5)
         assert slow.result()[1] is False
         assert fast.result() == (slow.result()[0], True)
     assert store.counts["takeovers"] == 0
