@@ -16,6 +16,7 @@ Mode = Literal["kill", "error", "transient"]
 PLACES = {
     "sample": ("before_shard_0", "before_shard_1", "shard_0_sampled", "shard_1_sampled"),
     "verify": ("before", "after"),
+    "exchange": ("before",),
     "signal": ("before",),
     "update": ("before_optimizer", "after_optimizer"),
     "checkpoint": ("before_write", "before_publish"),

@@ -1,11 +1,13 @@
 """Runs in processes of their own, so that they can be killed."""
 
+import atexit
 import json
 import multiprocessing
 import os
 import shutil
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from gleaner.tasks.faults import VARIABLE
 from gleaner.tasks.journal import Journal
 from gleaner.tasks.store import ObjectStore
 
-OVERRIDES = [
+OVERRIDES = (
     "environment=household",
     "policy=tiny",
     "policy.hidden=32",
@@ -35,7 +37,7 @@ OVERRIDES = [
     "warmstart.steps=400",
     "warmstart.batch=8",
     "warmstart.lr=0.003",  # long enough to succeed at times: otherwise no gradient moves the weights that tests compare
-]
+)
 
 
 class Started:
@@ -64,7 +66,7 @@ class Started:
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["gleaner.flows.grpo", "gleaner.flows.warmstart", "gleaner.flows.console", "gleaner.flows.cli"]
+    [f"gleaner.flows.{name}" for name in ("grpo", "gats", "graft", "warmstart", "console", "cli")]
 )
 
 
@@ -85,6 +87,9 @@ def _command_line(folder: Path, words: list[str], variables: dict[str, str], log
         sys.stdout.flush()
         sys.stderr.flush()
         raise
+    finally:
+        # A forked child leaves without them; the command line's own process closes its verifiers here.
+        atexit._run_exitfuncs()
 
 
 @dataclass
@@ -92,6 +97,7 @@ class Workplace:
     """A folder in which a run is started, killed and started again."""
 
     folder: Path
+    overrides: Sequence[str] = OVERRIDES
     output: str = ""
 
     def start(self, *overrides: str, fail_at: str | None = None, method: str = "grpo") -> int:
@@ -102,7 +108,7 @@ class Workplace:
         return code
 
     def begin(self, *overrides: str, fail_at: str | None = None, method: str = "grpo") -> Started:
-        return Started(self.folder, ["run", method, *OVERRIDES, *overrides], {VARIABLE: fail_at or ""})
+        return Started(self.folder, ["run", method, *self.overrides, *overrides], {VARIABLE: fail_at or ""})
 
     @property
     def store(self) -> ObjectStore:
@@ -136,10 +142,12 @@ def warm_store(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return place.folder / ".gleaner"
 
 
-def begin_warm(warm: Path, folder: Path) -> Workplace:
-    """A folder that holds the start policy and an empty MLflow database, and no run."""
-    shutil.copytree(warm, folder / ".gleaner", ignore=shutil.ignore_patterns("runs", "spool", "prefect"))
-    return Workplace(folder)
+def begin_warm(
+    warm: Path, folder: Path, overrides: Sequence[str] = OVERRIDES, without: Sequence[str] = ("runs",)
+) -> Workplace:
+    """A folder that holds what `warm` has stored, but for its runs."""
+    shutil.copytree(warm, folder / ".gleaner", ignore=shutil.ignore_patterns("spool", "prefect", *without))
+    return Workplace(folder, overrides)
 
 
 @pytest.fixture
