@@ -1,7 +1,7 @@
 """The turn loop: one turn and many, failures, limits, images, seeds."""
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -17,7 +17,7 @@ from gleaner.models.engines.transformers import TransformersEngine
 from gleaner.models.environments.base import Observation
 from gleaner.models.policy import build_policy
 from gleaner.models.records import Prompt, Segment
-from gleaner.models.rollout import collect, rollout_seed
+from gleaner.models.rollout import collect, retokenised, rollout_seed
 from tests.models.grid import Grid, GridEpisode
 
 CONTEXT = 200
@@ -282,3 +282,50 @@ def test_a_chat_checked_for_one_turn_is_refused_for_many() -> None:
             step=0,
             context_limit=CONTEXT,
         )
+
+
+# ------------------------------------------------------------------------------------ in another policy's tokens
+
+OTHER = Chat(build_policy(TinyPolicy(context=CONTEXT, vocabulary=300), Grid(), 0).tokenizer)
+
+
+@pytest.mark.parametrize("environment", [Grid(max_turns=1), Grid(max_turns=4), Walk(max_turns=4)])
+def test_a_rollout_in_another_policys_tokens_says_and_hears_the_same(environment: Grid) -> None:
+    prompts = {environment.prompt("train", i).prompt_id: environment.prompt("train", i) for i in range(3)}
+    for segment in rollouts(environment):
+        prompt = prompts[segment.prompt_id]
+        written = retokenised(segment, prompt, OTHER, CHAT.stop_ids)
+        assert written is not None
+        assert written.context_ids == OTHER.prompt_ids(prompt.messages)
+        said = [message["content"] for message in segment.transcript if message["role"] == "assistant"]
+        theirs, mine = turns_of(segment), turns_of(written)
+        assert [OTHER.decode(turn) for turn in mine] == said
+        # An end token belongs to a turn that ended by itself, and to no other: a truncated one stays open.
+        assert [turn[-1] == OTHER.end_id for turn in mine] == [turn[-1] in CHAT.stop_ids for turn in theirs]
+        heard = [i for i, learn in zip(written.sampled_ids, written.loss_mask, strict=True) if not learn]
+        spoken = [message["content"] for message in segment.transcript if message["role"] == "user"]
+        assert OTHER.tokenizer.decode(heard, skip_special_tokens=True) == "".join(spoken[: len(said) - 1])
+        assert len(written.logprobs) == sum(written.loss_mask)
+        mean = sum(segment.logprobs) / len(segment.logprobs)
+        assert sum(written.logprobs) / len(written.logprobs) == pytest.approx(mean)
+
+
+def test_writing_a_rollout_twice_changes_nothing_more() -> None:
+    environment = Walk(max_turns=4)
+    prompts = {environment.prompt("train", i).prompt_id: environment.prompt("train", i) for i in range(3)}
+    for segment in rollouts(environment):
+        prompt = prompts[segment.prompt_id]
+        once = retokenised(segment, prompt, CHAT, CHAT.stop_ids)
+        assert once is not None
+        again = retokenised(replace(once, transcript=segment.transcript), prompt, CHAT, CHAT.stop_ids)
+        assert again is not None
+        assert again.sampled_ids == once.sampled_ids
+        assert again.loss_mask == once.loss_mask
+
+
+def test_what_was_never_sampled_or_was_rewritten_cannot_be_taken_over() -> None:
+    environment = Grid(max_turns=1)
+    segment, prompt = rollouts(environment)[0], environment.prompt("train", 0)
+    assert retokenised(replace(segment, segment=1), prompt, OTHER, CHAT.stop_ids) is None
+    silent = replace(segment, sampled_ids=[], loss_mask=[], logprobs=[], transcript=[])
+    assert retokenised(silent, prompt, OTHER, CHAT.stop_ids) is None
