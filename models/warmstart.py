@@ -9,7 +9,8 @@ import contextlib
 import copy
 import math
 import random
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import WarmstartSettings
 from gleaner.models.chat import Chat, text_only
-from gleaner.models.environments.base import Demonstration, Environment
+from gleaner.models.environments.base import Demonstration, Environment, HasTopics
 from gleaner.models.logprobs import chunked_logprobs
 from gleaner.models.policy import Policy
 
@@ -34,6 +35,8 @@ ACTIVATION_BUDGET = 30_000_000
 """Tokens x layers x hidden units of one forward and backward pass. At about 34 floats each (Korthikanti et al. 2022,
 arXiv 2205.05198) that is 4 GB in float32; a larger batch is cut into micro-batches."""
 WARM_UP_SHARE = 0.05
+TOPIC_DRAWS = (4, 16, 64)
+"""Demonstrations drawn for each that is wanted, until every topic has its number."""
 
 
 def warmstart(
@@ -55,10 +58,7 @@ def warmstart(
         ConfigurationError: the environment has no demonstrations, none fits the context, or training diverged.
     """
     chat = Chat(policy.tokenizer, multi_turn=environment.max_turns > 1)
-    rows = [
-        labelled(chat, each)
-        for each in environment.demonstrations(settings.demonstrations, settings.noise, seed)
-    ]
+    rows = [labelled(chat, each) for each in demonstrations(environment, settings, seed)]
     fitting = [row for row in rows if len(row["input_ids"]) <= policy.context]
     if not fitting:
         shortest = min((len(row["input_ids"]) for row in rows), default=0)
@@ -89,6 +89,35 @@ def warmstart(
         "demonstrations": float(len(fitting)),
         "skipped": float(len(rows) - len(fitting)),
     }
+
+
+def demonstrations(
+    environment: Environment, settings: WarmstartSettings, seed: int
+) -> Sequence[Demonstration]:
+    """The environment's demonstrations; with `topics`, the first so many of each.
+
+    Raises:
+        ConfigurationError: the environment knows no topics, or one of them never comes up.
+    """
+    if not settings.topics:
+        return environment.demonstrations(settings.demonstrations, settings.noise, seed)
+    if not isinstance(environment, HasTopics):
+        raise ConfigurationError(
+            f"{environment.name} has no topics: remove warmstart.topics, or give the environment a method topic(prompt)"
+        )
+    wanted = sum(settings.topics.values())
+    for times in TOPIC_DRAWS:
+        by_topic: dict[str, list[Demonstration]] = defaultdict(list)
+        for each in environment.demonstrations(wanted * times, settings.noise, seed):
+            by_topic[environment.topic(each.prompt)].append(each)
+        if all(len(by_topic[topic]) >= count for topic, count in settings.topics.items()):
+            return [each for topic, count in settings.topics.items() for each in by_topic[topic][:count]]
+    short = next(topic for topic, count in settings.topics.items() if len(by_topic[topic]) < count)
+    found = ", ".join(f"{topic} {len(each)}" for topic, each in sorted(by_topic.items()) if each)
+    raise ConfigurationError(
+        f"warmstart.topics asks for {settings.topics[short]} demonstrations of {short}, but of {wanted * times} drawn "
+        f"ones {found} are: choose among these, or lower the number"
+    )
 
 
 class AnswerTrainer(SFTTrainer):

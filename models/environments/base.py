@@ -118,3 +118,10 @@ class Environment(Protocol):
         """Sentences that say what is wrong, each with its fix; empty when training may start. Runs the verifier on
         gold answers or expert episodes, and checks the data (naming file and line)."""
         ...
+
+
+@runtime_checkable
+class HasTopics(Protocol):
+    """An environment whose prompts fall into topics, of which a warm start may take some and leave others."""
+
+    def topic(self, prompt: Prompt) -> str: ...

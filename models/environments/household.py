@@ -97,6 +97,10 @@ class Household:
     def begin(self, prompt: Prompt, seed: int) -> "HouseholdEpisode":
         return HouseholdEpisode(prompt.payload)
 
+    def topic(self, prompt: Prompt) -> str:
+        """The object that the task is about."""
+        return str(prompt.payload["object"])
+
     def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
         """The expert's episodes. With `noise` that share of its actions is replaced by random possible ones, after
         which it plans anew; an episode that then runs into the turn limit is kept as it is."""

@@ -80,6 +80,10 @@ class ReasoningGymProblems:
     def begin(self, prompt: Prompt, seed: int) -> Episode:
         raise NotImplementedError("reasoning_gym has one turn: its answers go straight to the verifier")
 
+    def topic(self, prompt: Prompt) -> str:
+        """The data set that the problem comes from: of a composite its member."""
+        return str(prompt.payload.get("topic", self.settings.dataset))
+
     def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
         """The stored answers. A noisy one is another problem's answer."""
         draw = random.Random(seed)
@@ -95,7 +99,8 @@ class ReasoningGymProblems:
     def validate(self) -> list[str]:
         """Whether the generator can be made with its options, accepts its own answers, and refuses nonsense."""
         dataset = self.settings.dataset
-        if dataset in HASH_ORDERED and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
+        members = {dataset, *(each.get("name", "") for each in self.settings.options.get("datasets", []))}
+        if members & set(HASH_ORDERED) and not os.environ.get("PYTHONHASHSEED", "").isdecimal():
             return [
                 f"environment.dataset={dataset} makes other problems in every process, so a run could not be resumed: "
                 "set PYTHONHASHSEED=0 in the environment of every process of the run, or choose another data set"
@@ -154,6 +159,8 @@ class ReasoningGymProblems:
                 "entry": _as_json(entry),
                 "success_at": settings.success_at,
             }
+            if settings.dataset == "composite":
+                payload["topic"] = entry["metadata"]["source_dataset"]
             prompt = make_prompt(self.name, split, [{"role": "user", "content": content}], payload)
             return prompt, str(entry["answer"])
         raise ConfigurationError(
@@ -210,6 +217,7 @@ def make_generator(dataset: str, options_json: str, seed: int) -> Any:
         ConfigurationError: there is no such data set, or it refuses its options.
     """
     import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS:
@@ -225,6 +233,10 @@ def make_generator(dataset: str, options_json: str, seed: int) -> Any:
             f"environment.options: {dataset} has no {', '.join(unknown)}{hint}; its options are {', '.join(fields)}"
         )
     try:
+        if dataset == "composite":
+            options["datasets"] = [
+                DatasetSpec(**{"weight": 1.0, "config": {}} | each) for each in options["datasets"]
+            ]
         return reasoning_gym.create_dataset(
             dataset, seed=seed, size=PROBLEMS_TOGETHER * TRIES_TOGETHER, **options
         )

@@ -8,12 +8,13 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import LoraSettings, TinyPolicy, WarmstartSettings
+from gleaner.conf.schema import HouseholdEnvironment, LoraSettings, TinyPolicy, WarmstartSettings
 from gleaner.models.chat import Chat
 from gleaner.models.environments.base import Demonstration, VerifierSpec
+from gleaner.models.environments.household import Household
 from gleaner.models.policy import build_policy
 from gleaner.models.records import Prompt
-from gleaner.models.warmstart import IGNORED, AnswerTrainer, _arguments, labelled, warmstart
+from gleaner.models.warmstart import IGNORED, AnswerTrainer, _arguments, demonstrations, labelled, warmstart
 
 SETTINGS = WarmstartSettings(demonstrations=40, steps=30, batch=8, lr=1e-2)
 TINY = TinyPolicy(hidden=32, layers=1, heads=2, vocabulary=300, context=128)
@@ -229,3 +230,26 @@ def test_smollm2_imitates_an_expert(tmp_path):
     settings = WarmstartSettings(demonstrations=9, steps=8, batch=4, lr=1e-4)
     metrics = warmstart(policy, Counting(), settings, 0, tmp_path)
     assert metrics["loss_last"] < 0.7 * metrics["loss_first"]
+
+
+# ------------------------------------------------------------------------------------------------------ topics
+
+
+def test_a_warm_start_takes_so_many_demonstrations_of_each_topic():
+    household = Household(HouseholdEnvironment(), 0)
+    chosen = demonstrations(household, WarmstartSettings(topics={"egg": 5, "pan": 2}), 0)
+    assert [household.topic(each.prompt) for each in chosen] == ["egg"] * 5 + ["pan"] * 2
+    assert len({each.prompt.prompt_id for each in chosen}) == 7
+    again = demonstrations(household, WarmstartSettings(topics={"egg": 5, "pan": 2}), 0)
+    assert [each.turns for each in again] == [each.turns for each in chosen]
+
+
+def test_a_topic_that_never_comes_up_is_refused_with_those_that_do():
+    household = Household(HouseholdEnvironment(), 0)
+    with pytest.raises(ConfigurationError, match=r"demonstrations of elephant.*apple \d+, book"):
+        demonstrations(household, WarmstartSettings(topics={"elephant": 1}), 0)
+
+
+def test_an_environment_without_topics_says_so():
+    with pytest.raises(ConfigurationError, match="counting has no topics"):
+        demonstrations(Counting(), WarmstartSettings(topics={"egg": 1}), 0)

@@ -190,6 +190,32 @@ def test_demonstrations_are_the_stored_answers_and_noise_replaces_some() -> None
     assert environment.demonstrations(50, noise=0.4, seed=0) == noisy
 
 
+TWO = {
+    "datasets": [{"name": "number_filtering"}, {"name": "word_sequence_reversal", "config": {"max_words": 4}}]
+}
+
+
+def test_several_data_sets_are_a_composite_whose_topics_are_its_members() -> None:
+    both = problems("composite", options=TWO)
+    topics = [both.topic(both.prompt("train", index)) for index in range(40)]
+    assert set(topics) == {"number_filtering", "word_sequence_reversal"}
+    assert both.validate() == []
+    for demonstration in both.demonstrations(6, 0.0, 0):
+        outcome = verify(demonstration.prompt.payload, demonstration.turns[0]["content"], [], {})
+        assert outcome.success
+
+
+def test_a_composite_with_a_member_in_hash_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    (problem,) = problems("composite", options={"datasets": [{"name": HASH_ORDERED[0]}]}).validate()
+    assert "PYTHONHASHSEED" in problem
+
+
+def test_a_composite_of_nothing_is_refused() -> None:
+    (problem,) = problems("composite").validate()
+    assert "datasets" in problem
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_data_set_is_either_sound_or_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
