@@ -218,7 +218,7 @@ def test_values_from_the_environment_are_resolved(monkeypatch: pytest.MonkeyPatc
         (["policy=Qwen/Q"], "for a folder or hub id write policy=pretrained policy.path=Qwen/Q"),
         (
             ["experiment=nothing"],
-            "experiment=nothing is no preset: choose one of household, number_filtering, smoke",
+            "experiment=nothing is no preset: choose one of graft_household, household",
         ),
         (["environment=math"], "environment.path has no value: set environment.path=VALUE"),
         (["environment.kind=maths"], "environment.kind=maths: choose environment=NAME with one of math, "),
