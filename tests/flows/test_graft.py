@@ -128,6 +128,29 @@ def test_two_architectures_with_tokenizers_of_their_own_exchange_trajectories(sm
         assert (tmp_path / RUNS_FOLDER / settings.run.name / name / "model.safetensors").exists()
 
 
+def test_a_teacher_and_a_peer_go_together(small):
+    """The policy's own rollouts are guided as in GATS, the peer's are grafted, and the peer itself has no teacher."""
+    grpo(small(*LOTTERY, "run.name=a-teacher", "run.steps=1", "run.seed=7"))
+    settings = small(
+        *LOTTERY, *TRAINED_HERE, "method.peer.warmstart={demonstrations: 40, steps: 10, batch: 8}", "method.floor=0.0",
+        "method.teacher.run=a-teacher", "method.teacher.success=0.9", "run.prompts_per_step=16", "run.steps=1",
+    )  # fmt: skip
+    summary = graft(settings)
+    (entry,) = entries_of(settings)
+    store = context_of(settings).store
+    rows = load_signal(store, entry["signal"]).rows
+    assert {row.origin for row in rows} == {"self", "peer"}
+    for row in rows:
+        assert (row.teacher_logprobs is not None) == (row.origin == "self")
+    assert all(row.teacher_logprobs is None for row in load_signal(store, entry["peer"]["signal"]).rows)
+    assert entry["metrics"]["gats/lambda"] == 1.0
+    assert entry["method_state"]["teacher"]["successes"] == [
+        entry["counts"]["successes"] / entry["counts"]["scored"]
+    ]
+    assert summary.budget["forward_tokens/teacher"] > 0
+    assert "peer/forward_tokens/teacher" not in summary.budget
+
+
 def stored_peer(small, *overrides):
     """A finished run with groups of every kind in the bank, of another tokenizer."""
     settings = small(
