@@ -118,7 +118,7 @@ def test_a_comparison_hands_the_users_presets_to_its_arms(tmp_path: Path) -> Non
         (["run", "grpo", "run.stesp=4"], "run.stesp is no setting: did you mean run.steps?"),
         (
             ["run", "grop"],
-            "grop is no method: run warmstart or one of cispo, dapo, dr_grpo, grpo, gspo",
+            "grop is no method: run warmstart or one of cispo, dapo, dr_grpo, gats, graft, grpo, gspo",
         ),
         (
             ["run", "grpo", "run.group_size=1"],
