@@ -57,7 +57,8 @@ StepFunction = Callable[[RunContext, Progress], dict[str, Any]]
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a flow returns: names and figures, never tensors."""
+    """What a flow returns: names and figures, never tensors. `before` and `after` are of the test prompts, `validated`
+    of the last version on the validation prompts (empty unless the run was validated)."""
 
     run_id: str
     version: str
@@ -65,6 +66,7 @@ class RunSummary:
     budget: dict[str, float]
     before: dict[str, float]
     after: dict[str, float]
+    validated: dict[str, float]
     policy_folder: str
     report_folder: str
     mlflow_run: str | None
@@ -96,7 +98,8 @@ def train(settings: GleanerSettings, step_function: StepFunction) -> RunSummary:
             reporter.follow(context.journal)
             progress = standing(context, start["version"])
         after = test(context, progress.version, reporter, step=progress.step)
-        return conclude(context, progress, before, after, reporter)
+        validated = validate_last(context, progress, reporter)
+        return conclude(context, progress, before, after, reporter, validated)
 
 
 def take_step(context: RunContext, step_function: StepFunction, before: Progress) -> None:
@@ -205,12 +208,24 @@ def test(context: RunContext, version: str, reporter: Reporter, step: int) -> Ev
     return found
 
 
+def validate_last(context: RunContext, progress: Progress, reporter: Reporter) -> Evaluation | None:
+    """The validation curve's last point: no step follows that would bring it into the journal."""
+    evaluation = context.settings.evaluation
+    if not evaluation.every:
+        return None
+    reporter.status("validation")
+    found = evaluate_version(context, progress.version, "validation", evaluation.validation_prompts)
+    reporter.test(progress.step, found)
+    return found
+
+
 def conclude(
     context: RunContext,
     progress: Progress,
     before: Evaluation | None,
     after: Evaluation | None,
     reporter: Reporter,
+    validated: Evaluation | None = None,
 ) -> RunSummary:
     """Publish the policy, finish the report, and leave the summary in the run's folder."""
     reporter.status("publishing")
@@ -223,6 +238,7 @@ def conclude(
         budget=progress.budget,
         before=before.metrics if before else {},
         after=after.metrics if after else {},
+        validated=validated.metrics if validated else {},
         policy_folder=published.folder,
         report_folder=report.folder,
         mlflow_run=report.mlflow_run,
