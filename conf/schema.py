@@ -697,20 +697,28 @@ class CompareSettings(Settings):
                     f"alone, one of {known}"
                 )
             if settings.tune and self.tune is None:
-                raise ValueError(f"arms.{arm}.tune belongs to a search: set tune.seeds and tune.grid, or remove it")
+                raise ValueError(
+                    f"arms.{arm}.tune belongs to a search: set tune.seeds and tune.grid, or remove it"
+                )
             twice = sorted(settings.tune.keys() & (self.tune.grid.keys() if self.tune else ()))
             if twice:
-                raise ValueError(f"arms.{arm}.tune repeats {twice[0]}, which every arm searches alike: remove it there")
+                raise ValueError(
+                    f"arms.{arm}.tune repeats {twice[0]}, which every arm searches alike: remove it there"
+                )
         for name in self.before:
             if name in self.arms:
-                raise ValueError(f"before.{name} has the name of an arm, and runs are told apart by it: rename one")
+                raise ValueError(
+                    f"before.{name} has the name of an arm, and runs are told apart by it: rename one"
+                )
         return self
 
     @model_validator(mode="after")
     def seeds_differ(self) -> Self:
         for seeds in (self.seeds, self.tune.seeds if self.tune else []):
             if len(set(seeds)) < len(seeds):
-                raise ValueError(f"seeds={seeds} names a seed twice, which pairs a run with itself: list each once")
+                raise ValueError(
+                    f"seeds={seeds} names a seed twice, which pairs a run with itself: list each once"
+                )
         shared = sorted(set(self.seeds) & set(self.tune.seeds if self.tune else []))
         if shared:
             raise ValueError(

@@ -142,8 +142,10 @@ def finished(settings: GleanerSettings) -> Summary | None:
     folder = RUNS_FOLDER / run_name(settings)
     with contextlib.suppress(FileNotFoundError, ValueError):
         found: Summary = json.loads((folder / "summary.json").read_text())
-        asked = (folder / "order.json").read_text()
+        if (folder / "order.json").read_text() != settings.model_dump_json():
+            return None
+        if not {"steps", "validated"} <= found.keys():  # written by an earlier version of Gleaner
+            return None
         store = RunContext.of(run_name(settings), settings).store
-        if asked == settings.model_dump_json() and store.lookup(run_key(run_name(settings), found["steps"])):
-            return found
+        return found if store.lookup(run_key(run_name(settings), found["steps"])) else None
     return None

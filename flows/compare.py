@@ -55,7 +55,8 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
         progress_bars([run.settings for run in plan]),
     ):
         report: dict[str, Any] = compare_flow(settings)
-    Console().print((RUNS_FOLDER / settings.name / "report.md").read_text(), markup=False, highlight=False)
+    text = (RUNS_FOLDER / settings.name / "report.md").read_text()
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
     return report
 
 
@@ -72,7 +73,7 @@ def tune(settings: CompareSettings) -> Tuned:
     ):
         tuned: Tuned = tune_flow(settings)
     file = write_tuned(settings, tuned)
-    Console().print(tuning_markdown(tuned), markup=False, highlight=False)
+    Console().print(tuning_markdown(tuned), markup=False, highlight=False, soft_wrap=True)
     Console().print(f"Commit {file}, then run the test: gleaner compare {settings.name}", highlight=False)
     return tuned
 
@@ -300,7 +301,9 @@ def report_markdown(
         test_episodes: behind each run's final success; 0 if it is a validation success.
     """
     seeds = len(settings.seeds)
-    final = f"{test_episodes:,} test episodes a run" if test_episodes else "of the validation prompts: no test"
+    final = (
+        f"{test_episodes:,} test episodes a run" if test_episodes else "of the validation prompts: no test"
+    )
     lines = [
         f"# {settings.name}: {seeds} seeds, {settings.budget_rollouts:,} rollouts a run",
         "",

@@ -152,9 +152,7 @@ def contrasts(
     return found
 
 
-def gap_points(
-    outcomes: Mapping[str, Sequence[Outcome]], pairs: Sequence[tuple[str, str]]
-) -> list[GapPoint]:
+def gap_points(outcomes: Mapping[str, Sequence[Outcome]], pairs: Sequence[tuple[str, str]]) -> list[GapPoint]:
     """Gain against gap, of every contrast whose first arm had a teacher and whose second had none (GATS, Table 7).
 
     The paper's gap is between training success rates; the student's here is measured on the validation prompts before
@@ -211,7 +209,9 @@ def _finals(outcomes_S: Sequence[Outcome], member: Member) -> list[float]:
 
 def _areas(outcomes_S: Sequence[Outcome], member: Member, budget: float) -> list[float]:
     return _figures(
-        outcomes_S, member, lambda trained: area_under_curve(trained.rollouts_N, trained.success_N, until=budget)
+        outcomes_S,
+        member,
+        lambda trained: area_under_curve(trained.rollouts_N, trained.success_N, until=budget),
     )
 
 
@@ -232,6 +232,4 @@ def _halves(first_S: Sequence[float], second_S: Sequence[float]) -> list[float]:
 
 def _mean(budgets_S: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = sorted({name for budget in budgets_S for name in budget})
-    return {
-        name: math.fsum(budget.get(name, 0.0) for budget in budgets_S) / len(budgets_S) for name in names
-    }
+    return {name: math.fsum(budget.get(name, 0.0) for budget in budgets_S) / len(budgets_S) for name in names}

@@ -29,9 +29,7 @@ def comparison(**changes) -> CompareSettings:
                 "method.teacher.schedule=linear",
                 "method.teacher.matched_run={comparison}-gats-seed{seed}",
             ],
-            "gats": ArmSettings(
-                overrides=["method=gats", TEACHER], tune={"method.teacher.window": [3, 5]}
-            ),
+            "gats": ArmSettings(overrides=["method=gats", TEACHER], tune={"method.teacher.window": [3, 5]}),
             "grpo": [],
         },
         "seeds": [4, 9],
