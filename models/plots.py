@@ -268,7 +268,7 @@ def gap_plot(points: Mapping[str, tuple[float, Bar]], path: Path, *, title: str 
 def _intervals(axes: Axes, bars: Floats, places: Floats, *, horizontal: bool) -> None:
     """Estimates (N, 3) with their intervals, on lines at `places`."""
     spread = np.clip(np.stack([bars[:, 0] - bars[:, 1], bars[:, 2] - bars[:, 0]]), 0, None)
-    style = {"fmt": "o", "color": BLUE, "ecolor": BLUE, "capsize": 3, "markersize": 5}
+    style: dict[str, Any] = {"fmt": "o", "color": BLUE, "ecolor": BLUE, "capsize": 3, "markersize": 5}
     if horizontal:
         axes.errorbar(bars[:, 0], places, xerr=spread, **style)
     else:
