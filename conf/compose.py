@@ -32,6 +32,9 @@ from gleaner.conf.schema import CompareSettings, GleanerSettings
 PRIMARY: dict[type[BaseModel], str] = {GleanerSettings: "run", CompareSettings: "comparison"}
 """Which YAML file a root starts from."""
 
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+"""What a comparison fills in, such as {seed}."""
+
 Root = TypeVar("Root", bound=BaseModel)
 
 _hydra_is_one_per_process = threading.Lock()
@@ -61,6 +64,17 @@ def compose(
     Raises:
         ConfigurationError: a preset, a name, a value or a combination is wrong. The message names the fix.
     """
+    return validate(compose_values(overrides, root, presets=presets), root)
+
+
+def compose_values(
+    overrides: Sequence[str], root: type[BaseModel] = GleanerSettings, *, presets: Path | None = None
+) -> dict[str, Any]:
+    """As `compose`, before the result is judged: plain values, in which text such as {seed} may still be filled in.
+
+    Raises:
+        ConfigurationError: a preset or the form of an override is wrong.
+    """
     if presets is not None and not presets.is_dir():
         raise ConfigurationError(
             f"no folder {presets}: give --presets a folder such as mine/ with mine/experiment/x.yaml"
@@ -68,7 +82,7 @@ def compose(
     translated = [_translate(override, presets) for override in overrides]
     if presets is not None:
         translated.append(f"hydra.searchpath=['file://{presets.resolve()}']")
-    return validate(_compose_presets(PRIMARY[root], translated), root)
+    return _compose_presets(PRIMARY[root], translated)
 
 
 def validate(values: Mapping[str, Any], root: type[Root]) -> Root:
@@ -81,43 +95,6 @@ def validate(values: Mapping[str, Any], root: type[Root]) -> Root:
         return root.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError(explain(error, root)) from error
-
-
-def compose_arms(comparison: CompareSettings) -> dict[str, list[GleanerSettings]]:
-    """The runs of a comparison: for each arm one run a seed, in the order of `comparison.seeds`.
-
-    Raises:
-        ConfigurationError: an arm's overrides are wrong, or its steps cannot spend the common budget.
-    """
-    return {arm: _arm_runs(comparison, arm) for arm in comparison.arms}
-
-
-def _arm_runs(comparison: CompareSettings, arm: str) -> list[GleanerSettings]:
-    presets = Path(comparison.presets) if comparison.presets else None
-    overrides = [
-        *comparison.common,
-        *comparison.arms[arm],
-        f"run.budget_rollouts={comparison.budget_rollouts}",
-    ]
-    try:
-        settings = compose(overrides, presets=presets)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"arm {arm}: {error}") from error
-    run = settings.run
-    most = run.steps * run.prompts_per_step * run.group_size
-    if most < comparison.budget_rollouts:
-        raise ConfigurationError(
-            f"arm {arm}: {run.steps} steps sample {most} rollouts, less than budget_rollouts="
-            f"{comparison.budget_rollouts}: raise run.steps, or lower the budget"
-        )
-    return [
-        settings.model_copy(
-            update={
-                "run": run.model_copy(update={"seed": seed, "name": f"{comparison.name}-{arm}-seed{seed}"})
-            }
-        )
-        for seed in comparison.seeds
-    ]
 
 
 def digest(model: BaseModel, exclude: Any = None) -> str:
@@ -199,6 +176,8 @@ def _translate(override: str, presets: Path | None) -> str:
         raise ConfigurationError(
             f"{override}: {name} is no setting; write GROUP=PRESET or a dotted name like run.steps=20"
         )
+    if PLACEHOLDER.search(value):
+        return f"++{name}={_quoted(value)}"  # as text: Hydra would read a dictionary
     try:
         parsed = OverridesParser.create().parse_override(f"++{name}={value}")
     except HydraException as error:

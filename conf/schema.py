@@ -632,33 +632,130 @@ class GleanerSettings(Settings):
         return self
 
 
+Value = bool | int | float | str
+ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")]
+
+
+class ArmSettings(Settings):
+    """An arm of a comparison; a bare list is its overrides."""
+
+    overrides: list[str] = []
+    """On top of the common ones. `{comparison}` and `{seed}` stand for the comparison's name and the run's seed, so
+    that `method.teacher.run={comparison}-teacher-seed{seed}` names this seed's run of `before.teacher`."""
+    tune: dict[str, list[Value]] = {}
+    """What this arm searches beside the common grid: setting and its values."""
+    peer_baseline: str | None = None
+    """For an arm that trains a peer: the arm that trains such a policy alone, with which the peer is compared."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def a_list_is_overrides(cls, given: Any) -> Any:
+        return {"overrides": given} if isinstance(given, list) else given
+
+
+class TuneSettings(Settings):
+    """The search that every arm gets alike, before anything is tested: on seeds of its own and validation prompts."""
+
+    seeds: list[int] = Field(min_length=1)
+    grid: dict[str, list[Value]] = Field(min_length=1)
+    """Setting and the values to try, such as update.lr: [1e-4, 3e-4, 1e-3]; several settings are crossed."""
+
+
 class CompareSettings(Settings):
     """Arms x seeds at an equal budget of rollouts."""
 
-    name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field("compare", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}$")
     presets: str | None = None
     """Folder of presets that the arms' overrides may name beside the built-in ones."""
     common: list[str] = []
-    """Overrides of every arm, as on the command line: environment=household run.steps=100."""
-    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,40}$")], list[str]] = Field(min_length=1)
+    """Overrides of every run, as on the command line: environment=household run.steps=100."""
+    before: dict[ArmName, list[str]] = {}
+    """Runs that arms build on, one a seed, such as teachers: name and overrides. They have a budget of their own."""
+    arms: dict[ArmName, ArmSettings] = Field(min_length=1)
     """Name of an arm, and its own overrides."""
     baseline: str = "grpo"
-    """The arm that the others are compared with, in pairs by seed."""
+    """The arm that the others are compared with, in pairs by seed, where `contrasts` names none."""
+    contrasts: list[tuple[str, str]] = []
+    """Pairs of arms to compare: the first minus the second. Empty: every other arm minus `baseline`."""
     seeds: list[int] = Field([0, 1, 2], min_length=1)
     budget_rollouts: int = Field(ge=1)
-    parallel: int = Field(1, ge=1)
-    """Runs at a time, each in its own process."""
+    """Rollouts that a run of an arm samples, in tuning and in the test."""
+    tune: TuneSettings | None = None
+    """Searched by --tune; its choice is then part of every arm's overrides. Empty: the arms run as they are."""
+    parallel: int | None = Field(None, ge=1)
+    """Runs at a time, each in its own process with one thread. Empty: one for each core."""
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The contrasts: those declared, or every other arm against the baseline."""
+        return self.contrasts or [(arm, self.baseline) for arm in self.arms if arm != self.baseline]
 
     @model_validator(mode="after")
-    def baseline_is_an_arm(self) -> Self:
-        if self.baseline not in self.arms:
-            raise ValueError(f"baseline={self.baseline} is not an arm: name one of {', '.join(self.arms)}")
+    def named_arms_exist(self) -> Self:
+        known = ", ".join(self.arms)
+        if not self.contrasts and self.baseline not in self.arms:
+            raise ValueError(f"baseline={self.baseline} is not an arm: name one of {known}")
+        for first, second in self.contrasts:
+            for arm in (first, second):
+                if arm not in self.arms:
+                    raise ValueError(f"contrasts names {arm}, which is not an arm: name one of {known}")
+            if first == second:
+                raise ValueError(f"contrasts compares {first} with itself: name another arm, one of {known}")
+        for arm, settings in self.arms.items():
+            other = settings.peer_baseline
+            if other is not None and (other not in self.arms or other == arm):
+                raise ValueError(
+                    f"arms.{arm}.peer_baseline={other} is not another arm: name the one that trains such a peer "
+                    f"alone, one of {known}"
+                )
+            if settings.tune and self.tune is None:
+                raise ValueError(
+                    f"arms.{arm}.tune belongs to a search: set tune.seeds and tune.grid, or remove it"
+                )
+            twice = sorted(settings.tune.keys() & (self.tune.grid.keys() if self.tune else ()))
+            if twice:
+                raise ValueError(
+                    f"arms.{arm}.tune repeats {twice[0]}, which every arm searches alike: remove it there"
+                )
+        for name in self.before:
+            if name in self.arms:
+                raise ValueError(
+                    f"before.{name} has the name of an arm, and runs are told apart by it: rename one"
+                )
         return self
 
     @model_validator(mode="after")
     def seeds_differ(self) -> Self:
-        if len(set(self.seeds)) < len(self.seeds):
+        for seeds in (self.seeds, self.tune.seeds if self.tune else []):
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(
+                    f"seeds={seeds} names a seed twice, which pairs a run with itself: list each once"
+                )
+        shared = sorted(set(self.seeds) & set(self.tune.seeds if self.tune else []))
+        if shared:
             raise ValueError(
-                f"seeds={self.seeds} names a seed twice, which pairs a run with itself: list each once"
+                f"seeds and tune.seeds share {shared}: what was chosen on a seed is not tested on it; take others"
             )
         return self
+
+
+class TunedCandidate(Settings):
+    overrides: list[str]
+    validation: list[float]
+    """Success of the last version on the validation prompts, one a tuning seed."""
+
+
+class TunedArm(Settings):
+    overrides: list[str]
+    """What was chosen."""
+    searched: list[TunedCandidate]
+
+
+class Tuned(Settings):
+    """What `gleaner compare NAME --tune` chose, and from what: a file to commit before the test runs."""
+
+    comparison: str
+    settings: str
+    """Digest of the comparison that was tuned: another one is not run with this choice."""
+    seeds: list[int]
+    arms: dict[str, TunedArm]

@@ -1,72 +1,151 @@
 """Runs in processes of their own. Sibling subflows that retry can adopt each other's results, and one process trains
 with all its threads; so concurrent runs are separate processes that share the store and one Prefect server."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from gleaner.conf.compose import run_name
 from gleaner.conf.errors import GleanerError
 from gleaner.conf.schema import GleanerSettings
 from gleaner.flows.services import stop
-from gleaner.tasks.publishing import RUNS_FOLDER
+from gleaner.tasks.context import RunContext
+from gleaner.tasks.publishing import RUNS_FOLDER, run_key
 
 LOG_LINES = 15
+
+Summary = dict[str, Any]
+"""A run's `RunSummary`, as JSON."""
 
 
 class ChildFailedError(GleanerError):
     """A run in a process of its own failed; the message ends with the last lines of its log."""
 
 
-def run_children(runs: Sequence[GleanerSettings], parallel: int) -> list[dict[str, object]]:
-    """Run each in its own process, `parallel` at a time, one thread each where several share the cores.
+def run_children(
+    runs: Sequence[GleanerSettings], parallel: int, needs: Mapping[str, Sequence[str]] | None = None
+) -> list[Summary]:
+    """Run each in its own process of one thread, `parallel` at a time, the earlier ones first.
 
-    Every run is given its chance before a failure is raised, and a run that had finished is not run again.
+    Every run is given its chance before a failure is raised, but for those that build on a failed one. A run that had
+    finished with the same settings is not started again.
+
+    Args:
+        needs: of a run's name, the names of the runs among `runs` that must have ended before it starts.
 
     Returns:
-        the runs' summaries (`RunSummary` as JSON), in order.
+        the runs' summaries, in order.
 
     Raises:
         ChildFailedError: one or more failed.
     """
-    started: list[subprocess.Popen[bytes]] = []
+    children = _Children()
+    waiting = {run_name(settings): settings for settings in runs}
+    names = list(waiting)
+    missing = {name: set((needs or {}).get(name, ())) for name in names}
+    running: dict[Future[Summary | ChildFailedError], str] = {}
+    ended: dict[str, Summary | ChildFailedError] = {}
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            while waiting or running:
+                for name in [name for name in waiting if not missing[name]][: parallel - len(running)]:
+                    running[pool.submit(children.run, waiting.pop(name))] = name
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    name = running.pop(future)
+                    ended[name] = future.result()
+                    _settle(name, ended, waiting, missing)
+        finally:
+            children.stop()
+    failures = [str(result) for result in ended.values() if isinstance(result, ChildFailedError)]
+    if failures:
+        raise ChildFailedError("\n".join(failures))
+    return [result for name in names if not isinstance(result := ended[name], ChildFailedError)]
 
-    def run(settings: GleanerSettings) -> dict[str, object] | ChildFailedError:
-        return _run(settings, started, threads=1 if parallel > 1 else None)
 
-    try:
-        with ThreadPoolExecutor(parallel) as pool:
-            results = list(pool.map(run, runs))
-    finally:
-        for process in started:
+def _settle(
+    name: str,
+    ended: dict[str, Summary | ChildFailedError],
+    waiting: dict[str, GleanerSettings],
+    missing: dict[str, set[str]],
+) -> None:
+    """Nobody waits for an ended run any more; who needed a failed one has failed too."""
+    failed = isinstance(ended[name], ChildFailedError)
+    for other in [other for other in waiting if name in missing[other]]:
+        missing[other].discard(name)
+        if failed:
+            del waiting[other]
+            ended[other] = ChildFailedError(f"run {other} was not started: it builds on {name}, which failed")
+            _settle(other, ended, waiting, missing)
+
+
+class _Children:
+    """The processes that run, so that all of them end when this one is told to."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._stopping = False
+
+    def run(self, settings: GleanerSettings) -> Summary | ChildFailedError:
+        folder = RUNS_FOLDER / run_name(settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        order, log, summary = folder / "order.json", folder / "log.txt", folder / "summary.json"
+        found = finished(settings)
+        if found is not None:
+            return found
+        order.write_text(settings.model_dump_json())
+        summary.unlink(missing_ok=True)
+        with log.open("ab") as sink:
+            process = self._start([sys.executable, "-P", "-m", "gleaner.flows.child", str(order)], sink)
+            code = process.wait() if process is not None else None
+        if code != 0 or not summary.is_file():
+            tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-LOG_LINES:])
+            return ChildFailedError(f"run {folder.name} ended with code {code}; the end of {log}:\n{tail}")
+        made: Summary = json.loads(summary.read_text())
+        return made
+
+    def _start(self, command: list[str], sink: Any) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._stopping:
+                return None
+            # Nothing is written to the pipe: its end tells the child that this process is gone, however it went.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=sink,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            self._started.append(process)
+            return process
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+        for process in self._started:
             if process.poll() is None:
                 stop(process)
-    failures = [result for result in results if isinstance(result, ChildFailedError)]
-    if failures:
-        raise ChildFailedError("\n".join(str(failure) for failure in failures))
-    return [result for result in results if not isinstance(result, ChildFailedError)]
+            if process.stdin is not None:
+                process.stdin.close()
 
 
-def _run(
-    settings: GleanerSettings, started: list[subprocess.Popen[bytes]], threads: int | None
-) -> dict[str, object] | ChildFailedError:
+def finished(settings: GleanerSettings) -> Summary | None:
+    """The summary that a run of exactly these settings left when it ended, if its policy is still in the store."""
     folder = RUNS_FOLDER / run_name(settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    order, log, summary = folder / "order.json", folder / "log.txt", folder / "summary.json"
-    order.write_text(settings.model_dump_json())
-    summary.unlink(missing_ok=True)
-    variables = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-    command = [sys.executable, "-P", "-m", "gleaner.flows.child", str(order)]
-    with log.open("ab") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=variables, start_new_session=True)
-        started.append(process)
-        code = process.wait()
-    if code != 0 or not summary.is_file():
-        tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-LOG_LINES:])
-        return ChildFailedError(f"run {folder.name} ended with code {code}; the end of {log}:\n{tail}")
-    found: dict[str, object] = json.loads(summary.read_text())
-    return found
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        found: Summary = json.loads((folder / "summary.json").read_text())
+        if (folder / "order.json").read_text() != settings.model_dump_json():
+            return None
+        if not {"steps", "validated"} <= found.keys():  # written by an earlier version of Gleaner
+            return None
+        store = RunContext.of(run_name(settings), settings).store
+        return found if store.lookup(run_key(run_name(settings), found["steps"])) else None
+    return None

@@ -109,21 +109,29 @@ def compare(
         ),
     ] = None,
     presets: Presets = None,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Search every arm's settings on validation prompts first, and write the choice to a file.",
+        ),
+    ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Run arms x seeds at an equal budget of rollouts, and report paired intervals."""
-    from gleaner.conf.compose import compose, compose_arms, run_name
+    """Run arms x seeds at an equal budget of rollouts, and report paired intervals.
+
+    The same command again goes on where it stopped.
+    """
+    from gleaner.conf.compose import compose
 
     words = [word if "=" in word else f"compare={word}" for word in overrides or []]
     if presets is not None:
         words.append(f"presets={presets.resolve()}")
     settings = compose(words, CompareSettings, presets=presets)
-    runs = compose_arms(settings)
     if dry_run:
-        names = [f"run: {run_name(arm_run)}" for arm_runs in runs.values() for arm_run in arm_runs]
-        _print_resolved(settings, names)
+        _print_resolved(settings, _planned(settings, tune))
         return
-    _load("gleaner.flows.compare:compare")(settings)
+    _load(f"gleaner.flows.compare:{'tune' if tune else 'compare'}")(settings)
 
 
 @app.command()
@@ -267,6 +275,33 @@ def _compose(overrides: list[str], presets: Path | None) -> GleanerSettings:
     from gleaner.conf.compose import compose
 
     return compose(overrides, presets=presets)
+
+
+def _planned(settings: CompareSettings, tuning: bool) -> list[str]:
+    """What a comparison would run: its size, each part's overrides, and the runs in the order of their start."""
+    from gleaner.conf.plan import candidates, plan_test, plan_tuning
+    from gleaner.conf.tuned import apply_tuned, read_tuned, tuned_file
+
+    lines: list[str] = []
+    if tuning:
+        plan = plan_tuning(settings)
+        lines += [f"candidates of {arm}: {candidates(settings, arm)}" for arm in settings.arms]
+    else:
+        chosen = settings
+        if settings.tune is not None and read_tuned(settings) is None:
+            lines.append(f"not tuned yet: --tune writes {tuned_file(settings)}; the arms as they stand:")
+        elif settings.tune is not None:
+            chosen = apply_tuned(settings)
+            lines.append(f"with what {tuned_file(settings)} chose")
+        plan = plan_test(chosen)
+        lines += [f"arm {arm}: {' '.join(own.overrides)}" for arm, own in chosen.arms.items()]
+    lines += [f"before {name}: {' '.join(overrides)}" for name, overrides in settings.before.items()]
+    lines.append(f"{len(plan)} runs, {sum(run.most_rollouts for run in plan):,} rollouts")
+    for run in plan:
+        after = f", after {', '.join(run.needs)}" if run.needs else ""
+        kind = run.settings.method.kind
+        lines.append(f"run: {run.name} ({kind}, {run.most_rollouts:,} rollouts{after})")
+    return lines
 
 
 def _destinations(settings: GleanerSettings) -> list[str]:

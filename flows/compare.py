@@ -1,7 +1,10 @@
-"""Comparison: arms x seeds at an equal budget of rollouts, paired by seed, with intervals."""
+"""Comparison: arms x seeds at an equal budget of rollouts, paired by seed, with intervals; and the search before it."""
 
 import json
-from dataclasses import asdict, dataclass
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -9,193 +12,386 @@ from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 from rich.console import Console
 
-from gleaner.conf.compose import compose_arms
-from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import CompareSettings, GleanerSettings
+from gleaner.conf.plan import PlannedRun, candidates, plan_test, plan_tuning
+from gleaner.conf.schema import CompareSettings, GleanerSettings, Tuned
+from gleaner.conf.tuned import apply_tuned, choice, write_tuned
 from gleaner.flows.children import run_children
 from gleaner.flows.console import progress_bars
 from gleaner.flows.services import prefect_server
-from gleaner.models.plots import compare_plot
-from gleaner.models.statistics import (
-    Interval,
-    PairedComparison,
-    area_under_curve,
-    compare_paired,
-    mean_interval,
+from gleaner.models.comparison import (
+    ArmResult,
+    Contrast,
+    GapPoint,
+    Outcome,
+    Trained,
+    arm_result,
+    contrasts,
+    gap_points,
+    gap_slope,
 )
+from gleaner.models.plots import Bar, compare_plot, contrast_plot, gap_plot
+from gleaner.models.statistics import Interval
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.publishing import RUNS_FOLDER
 from gleaner.tasks.tracking import RunTracker
 
+CLAIM_SEEDS = 8
+CLAIM_EPISODES = 1_000
+"""What a claim needs at least: seeds, and test episodes for each figure."""
 
-@dataclass(frozen=True)
-class Curve:
-    """Validation success of one run by its budget of rollouts, and what the run ended with."""
-
-    rollouts_N: list[float]
-    success_N: list[float]
-    final: float
-    recovered: float
-    budget: dict[str, float]
-
-
-@dataclass(frozen=True)
-class ArmResult:
-    """An arm over its seeds. Differences to the baseline are paired by seed; None for the baseline itself, and where
-    one seed alone was run."""
-
-    final: Interval
-    area: Interval
-    best_validation: Interval
-    final_difference: PairedComparison | None
-    area_difference: PairedComparison | None
-    recovered: float
-    budget: dict[str, float]
+Summaries = Mapping[str, dict[str, Any]]
+"""Name of a run, and the summary that it left."""
 
 
 def compare(settings: CompareSettings) -> dict[str, Any]:
-    """Run the comparison under a Prefect server, and print its report."""
-    runs = compose_arms(settings)
-    require_curves(runs)
-    everything = [run for arm in runs.values() for run in arm]
-    with prefect_server(RUNS_FOLDER / settings.name / "prefect-server.log"), progress_bars(everything):
+    """Run the comparison under a Prefect server, with the settings that tuning chose, and print its report.
+
+    Raises:
+        ConfigurationError: settings are wrong, or a declared search was not made yet.
+    """
+    plan = plan_test(apply_tuned(settings))
+    with (
+        prefect_server(RUNS_FOLDER / settings.name / "prefect-server.log"),
+        progress_bars([run.settings for run in plan]),
+    ):
         report: dict[str, Any] = compare_flow(settings)
-    Console().print((RUNS_FOLDER / settings.name / "report.md").read_text(), markup=False, highlight=False)
+    text = (RUNS_FOLDER / settings.name / "report.md").read_text()
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
     return report
+
+
+def tune(settings: CompareSettings) -> Tuned:
+    """Search every arm's settings on tuning seeds and validation prompts, and write the choice to a file.
+
+    Raises:
+        ConfigurationError: settings are wrong, or they declare no search.
+    """
+    plan = plan_tuning(settings)
+    with (
+        prefect_server(RUNS_FOLDER / settings.name / "prefect-server.log"),
+        progress_bars([run.settings for run in plan]),
+    ):
+        tuned: Tuned = tune_flow(settings)
+    file = write_tuned(settings, tuned)
+    Console().print(tuning_markdown(tuned), markup=False, highlight=False, soft_wrap=True)
+    Console().print(f"Commit {file}, then run the test: gleaner compare {settings.name}", highlight=False)
+    return tuned
 
 
 @flow(name="compare", persist_result=False)
 def compare_flow(settings: CompareSettings) -> dict[str, Any]:
     """Arms x seeds as runs of their own, then the paired report."""
-    require_curves(compose_arms(settings))
-    runs = {
-        arm: [_as_child(run, settings) for run in members] for arm, members in compose_arms(settings).items()
+    chosen = apply_tuned(settings)
+    plan = plan_test(chosen)
+    summaries = train_arms(plan, parallel_runs(chosen))
+    outcomes = {
+        arm: [read_outcome(run, plan, summaries) for run in plan if run.part == arm] for arm in chosen.arms
     }
-    train_arms([run for members in runs.values() for run in members], settings.parallel)
-    curves = {arm: [read_curve(run) for run in members] for arm, members in runs.items()}
-    results = {arm: arm_result(curves, arm, settings.baseline) for arm in settings.arms}
-    return _report(settings, runs, curves, results)
+    return _report(chosen, plan, outcomes)
 
 
-def require_curves(runs: dict[str, list[GleanerSettings]]) -> None:
-    """
-    Raises:
-        ConfigurationError: an arm is never validated, so there would be no curve to compare once all had run.
-    """
-    for arm, members in runs.items():
-        if not members[0].evaluation.every:
-            raise ConfigurationError(
-                f"arm {arm} is never validated: set evaluation.every in common, for instance evaluation.every=20"
-            )
+@flow(name="tune", persist_result=False)
+def tune_flow(settings: CompareSettings) -> Tuned:
+    """Every candidate of every arm on the tuning seeds, and the best of each by validation success."""
+    plan = plan_tuning(settings)
+    summaries = train_arms(plan, parallel_runs(settings))
+    validation = {
+        arm: [
+            [
+                validation_success(summaries[run.name])
+                for run in plan
+                if run.part == arm and run.candidate == candidate
+            ]
+            for candidate in range(len(candidates(settings, arm)))
+        ]
+        for arm in settings.arms
+    }
+    tuned = choice(settings, validation)
+    text = tuning_markdown(tuned)
+    name = f"{settings.name}-tune"
+    create_markdown_artifact(text, key=_artifact_key(name))
+    folder = RUNS_FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tuning.md").write_text(text)
+    tracker = _tracker(settings, name, plan[0].settings)
+    tracker.artifact(folder / "tuning.md")
+    tracker.finish("FINISHED")
+    return tuned
+
+
+def parallel_runs(settings: CompareSettings) -> int:
+    """Runs at a time: as set, or one for each core."""
+    return settings.parallel or os.cpu_count() or 1
 
 
 @task(name="train_arms", persist_result=False)
-def train_arms(runs: list[GleanerSettings], parallel: int) -> list[dict[str, object]]:
-    """Every run in its own process; finished runs are read from the store."""
-    return run_children(runs, parallel)
+def train_arms(plan: Sequence[PlannedRun], parallel: int) -> dict[str, dict[str, Any]]:
+    """Every run in its own process, after those that it builds on; finished runs are not started again.
+
+    Returns:
+        name of the run → the summary that it left.
+    """
+    needs = {run.name: run.needs for run in plan}
+    summaries = run_children([run.settings for run in plan], parallel, needs)
+    return {run.name: summary for run, summary in zip(plan, summaries, strict=True)}
 
 
-def read_curve(run: GleanerSettings) -> Curve:
-    """A finished run's validation curve, from its journal and summary."""
-    context = RunContext.of(run.run.name or "", run)
-    summary = json.loads((RUNS_FOLDER / context.run_id / "summary.json").read_text())
-    rollouts, success, recovered, spent = [], [], [], 0.0
-    for _, entry in context.journal.entries():
-        if "validation/success" in entry["metrics"]:
-            rollouts.append(spent)
-            success.append(entry["metrics"]["validation/success"])
-        spent = entry["budget"]["rollouts"]
-        recovered.append(entry["metrics"]["signal/recovered"])
-    rollouts.append(spent)
-    success.append(summary["validation"]["validation/success"])
-    final = summary["after"].get("test/success", success[-1])
-    return Curve(rollouts, success, final, sum(recovered) / max(1, len(recovered)), summary["budget"])
+def validation_success(summary: Mapping[str, Any]) -> float:
+    """By what tuning chooses: the last version's validation success; the mean of both policies where the run trained a
+    peer. NaN where nothing was scored."""
+    own = summary["validated"].get("validation/success", math.nan)
+    peer = summary["validated"].get("peer/validation/success")
+    return float(own if peer is None else (own + peer) / 2)
 
 
-def arm_result(curves: dict[str, list[Curve]], arm: str, baseline: str) -> ArmResult:
-    """Means over seeds, and paired differences to the baseline."""
-    mine, theirs = curves[arm], curves[baseline]
-    final_S = [curve.final for curve in mine]
-    area_S = [area_under_curve(curve.rollouts_N, curve.success_N) for curve in mine]
-    paired = arm != baseline and len(mine) > 1
-    budgets = {name for curve in mine for name in curve.budget}
-    return ArmResult(
-        final=mean_interval(final_S),
-        area=mean_interval(area_S),
-        best_validation=mean_interval([max(curve.success_N) for curve in mine]),
-        final_difference=compare_paired(final_S, [curve.final for curve in theirs]) if paired else None,
-        area_difference=(
-            compare_paired(area_S, [area_under_curve(c.rollouts_N, c.success_N) for c in theirs])
-            if paired
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_outcome(run: PlannedRun, plan: Sequence[PlannedRun], summaries: Summaries) -> Outcome:
+    """A finished run's curves, budget and what it built on, from its journal and summary."""
+    summary = summaries[run.name]
+    entries = [entry for _, entry in RunContext.of(run.name, run.settings).journal.entries()]
+    metrics = [entry["metrics"] for entry in entries]
+    starts = [0.0, *(entry["budget"]["rollouts"] for entry in entries)]
+    validated = [*metrics, summary["validated"]]
+    has_peer = "peer/validation/success" in summary["validated"]
+    return Outcome(
+        policy=_trained(starts, validated, "validation/success", summary["after"]),
+        peer=(
+            _trained(starts, validated, "peer/validation/success", summary["peer_after"])
+            if has_peer
             else None
         ),
-        recovered=sum(curve.recovered for curve in mine) / len(mine),
-        budget={
-            name: sum(curve.budget.get(name, 0.0) for curve in mine) / len(mine) for name in sorted(budgets)
-        },
+        budget=_spent(run, summary),
+        needed=_total(
+            [_spent(needed, summaries[needed.name]) for needed in plan if needed.name in _built_on(run, plan)]
+        ),
+        recovered=sum(found.get("signal/recovered", 0.0) for found in metrics) / max(1, len(metrics)),
+        teacher=metrics[0].get("gats/M_T") if metrics else None,
     )
 
 
-def _as_child(run: GleanerSettings, settings: CompareSettings) -> GleanerSettings:
-    tracking = run.tracking.model_copy(update={"experiment": settings.name, "parent_run": settings.name})
-    return run.model_copy(update={"tracking": tracking})
+def _trained(
+    starts: Sequence[float], validated: Sequence[Mapping[str, float]], name: str, after: Mapping[str, float]
+) -> Trained:
+    """Args: starts: rollouts spent before each step and at the end; validated: metrics at the same places."""
+    points = [(at, found[name]) for at, found in zip(starts, validated, strict=True) if name in found]
+    success = [value for _, value in points]
+    final = after.get("test/success", success[-1] if success else math.nan)
+    return Trained([at for at, _ in points], success, final)
+
+
+def _spent(run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, float]:
+    entries = RunContext.of(run.name, run.settings).journal.entries()
+    seconds = sum(entry["metrics"]["seconds/step"] for _, entry in entries)
+    return {**summary["budget"], "seconds": seconds}
+
+
+def _built_on(run: PlannedRun, plan: Sequence[PlannedRun]) -> set[str]:
+    """Names of the runs that it needs, and of those that these need."""
+    by_name = {other.name: other for other in plan}
+    found: set[str] = set()
+    waiting = list(run.needs)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += by_name[name].needs
+    return found
+
+
+def _total(budgets: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = sorted({name for budget in budgets for name in budget})
+    return {name: sum(budget.get(name, 0.0) for budget in budgets) for name in names}
+
+
+# ---------------------------------------------------------------------------------------------- reporting
 
 
 def _report(
-    settings: CompareSettings,
-    runs: dict[str, list[GleanerSettings]],
-    curves: dict[str, list[Curve]],
-    results: dict[str, ArmResult],
+    settings: CompareSettings, plan: Sequence[PlannedRun], outcomes: Mapping[str, Sequence[Outcome]]
 ) -> dict[str, Any]:
     folder = RUNS_FOLDER / settings.name
     folder.mkdir(parents=True, exist_ok=True)
-    first = next(iter(runs.values()))[0]
-    plain = {arm: asdict(result) for arm, result in results.items()}
-    text = report_markdown(settings, results)
+    peers = {arm: own.peer_baseline for arm, own in settings.arms.items() if own.peer_baseline is not None}
+    arms = {arm: arm_result(members, settings.budget_rollouts) for arm, members in outcomes.items()}
+    pairs = contrasts(outcomes, settings.pairs, peers, settings.budget_rollouts)
+    points = gap_points(outcomes, settings.pairs)
+    slope = gap_slope(points)
+    plain = {
+        "seeds": settings.seeds,
+        "overrides": {arm: [*settings.common, *own.overrides] for arm, own in settings.arms.items()},
+        "arms": {arm: asdict(result) for arm, result in arms.items()},
+        "contrasts": [asdict(pair) for pair in pairs],
+        "gap": {"points": [asdict(point) for point in points], "slope": asdict(slope) if slope else None},
+    }
+    episodes = _test_episodes(plan[-1].settings)
+    text = report_markdown(settings, arms, pairs, points, slope, episodes)
     (folder / "report.md").write_text(text)
     (folder / "report.json").write_text(json.dumps(plain, indent=1))
-    compare_plot(
-        {arm: [(c.rollouts_N, c.success_N) for c in members] for arm, members in curves.items()},
-        folder / "compare.png",
-    )
-    create_markdown_artifact(text, key=f"{settings.name.lower().replace('.', '-').replace('_', '-')}-report")
-    tracking = first.tracking.model_copy(update={"parent_run": None})
-    tracker = RunTracker.start(
-        tracking, settings.name, yaml.safe_dump(settings.model_dump(mode="json")), storage=first.storage
-    )
-    for arm, result in results.items():
-        tracker.metrics(0, {f"{arm}/final": result.final.estimate, f"{arm}/area": result.area.estimate})
-    for name in ("report.md", "report.json", "compare.png"):
-        tracker.artifact(folder / name)
+    files = ["report.md", "report.json", *_plots(settings, outcomes, pairs, points)]
+    create_markdown_artifact(text, key=_artifact_key(f"{settings.name}-report"))
+    tracker = _tracker(settings, settings.name, plan[0].settings)
+    for arm, result in arms.items():
+        for member, final in result.final.items():
+            tracker.metrics(
+                0,
+                {
+                    f"{arm}/{member}/final": final.estimate,
+                    f"{arm}/{member}/area": result.area[member].estimate,
+                },
+            )
+    for pair in pairs:
+        if pair.final is not None and pair.area is not None:
+            name = f"{pair.arm}-{pair.against}/{pair.member}".replace(" ", "").replace("+", "-")
+            for figure, found in (("final", pair.final.difference), ("area", pair.area.difference)):
+                values = {"difference": found.estimate, "low": found.low, "high": found.high}
+                tracker.metrics(0, {f"{name}/{figure}_{part}": value for part, value in values.items()})
+    for file in files:
+        tracker.artifact(folder / file)
     tracker.finish("FINISHED")
     return plain
 
 
-def report_markdown(settings: CompareSettings, results: dict[str, ArmResult]) -> str:
-    """The report as a table: one row an arm."""
+def _plots(
+    settings: CompareSettings,
+    outcomes: Mapping[str, Sequence[Outcome]],
+    pairs: Sequence[Contrast],
+    points: Sequence[GapPoint],
+) -> list[str]:
+    """Draw what there is to draw; returns the files' names."""
+    folder, title = RUNS_FOLDER / settings.name, settings.name
+    curves = {
+        arm: [(o.policy.rollouts_N, o.policy.success_N) for o in members] for arm, members in outcomes.items()
+    }
+    for arm, members in outcomes.items():
+        peers = [(o.peer.rollouts_N, o.peer.success_N) for o in members if o.peer is not None]
+        if peers:
+            curves[f"{arm} (peer)"] = peers
+    compare_plot(curves, folder / "compare.png", title=title)
+    drawn = ["compare.png"]
+    differences = {
+        _contrast_name(pair): (_bar(pair.final.difference), _bar(pair.area.difference))
+        for pair in pairs
+        if pair.final is not None and pair.area is not None
+    }
+    if differences:
+        contrast_plot(differences, folder / "contrasts.png", title=title)
+        drawn.append("contrasts.png")
+    if points:
+        gaps = {point.arm: (point.gap.estimate, _bar(point.gain)) for point in points}
+        gap_plot(gaps, folder / "gap.png", title=title)
+        drawn.append("gap.png")
+    return drawn
+
+
+def report_markdown(
+    settings: CompareSettings,
+    arms: Mapping[str, ArmResult],
+    pairs: Sequence[Contrast],
+    points: Sequence[GapPoint],
+    slope: Interval | None,
+    test_episodes: int,
+) -> str:
+    """The report: a table of arms with their budgets, one of contrasts, and one of gaps where teachers guided.
+
+    Args:
+        test_episodes: behind each run's final success; 0 if it is a validation success.
+    """
+    seeds = len(settings.seeds)
+    final = (
+        f"{test_episodes:,} test episodes a run" if test_episodes else "of the validation prompts: no test"
+    )
     lines = [
-        f"# {settings.name}: {len(settings.seeds)} seeds, {settings.budget_rollouts:,} rollouts a run",
+        f"# {settings.name}: {seeds} seeds, {settings.budget_rollouts:,} rollouts a run",
         "",
-        "Means over seeds with 95 % t intervals; area is under the validation curve.",
-        f"Differences are to `{settings.baseline}`, paired by seed.",
+        f"Means over seeds with 95 % t intervals; final success: {final}; area: mean validation success over the "
+        "budget.",
         "",
-        "| arm | final success | difference | p (sign flip) | area | difference | rollouts | tokens | recovered |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| arm | of | final success | area | rollouts | generated tokens | teacher tokens | other forward tokens "
+        "| seconds | rollouts of runs it builds on | recovered |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for arm, result in results.items():
-        final, area = result.final_difference, result.area_difference
-        cells = [
-            arm,
-            str(result.final),
-            str(final.difference) if final else "",
-            f"{final.p_sign_flip:.3f}" if final else "",
-            str(result.area),
-            str(area.difference) if area else "",
-            f"{result.budget.get('rollouts', 0):,.0f}",
-            f"{result.budget.get('generated_tokens', 0):,.0f}",
-            f"{result.recovered:.0%}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    if len(settings.seeds) < 8:
-        lines += ["", f"{len(settings.seeds)} seeds show mechanics, not a gain: a claim needs at least 8."]
+    for arm, result in arms.items():
+        for member, success in result.final.items():
+            own = _budget_cells(result) if member == "policy" else [""] * 7
+            lines.append(_row([arm, member, str(success), str(result.area[member]), *own]))
+    lines += [
+        "",
+        "Differences, paired by seed: 95 % t interval, and p of the sign-flip test.",
+        "",
+        "| contrast | final success | p (sign flip) | area | p (sign flip) |",
+        "|---|---|---|---|---|",
+    ]
+    for pair in pairs:
+        cells = [_contrast_name(pair)]
+        for found in (pair.final, pair.area):
+            cells += [str(found.difference), f"{found.p_sign_flip:.3f}"] if found else ["", ""]
+        lines.append(_row(cells))
+    if points:
+        lines += ["", "| guided arm | against | gap at the start | gain |", "|---|---|---|---|"]
+        ordered = sorted(points, key=lambda point: -point.gap.estimate)
+        lines += [_row([point.arm, point.against, str(point.gap), str(point.gain)]) for point in ordered]
+    if slope is not None:
+        lines += ["", f"Gain for each unit of gap, least squares within every seed: {slope}."]
+    if seeds < CLAIM_SEEDS:
+        lines += ["", f"{seeds} seeds show mechanics, not a gain: a claim needs at least {CLAIM_SEEDS}."]
+    if test_episodes < CLAIM_EPISODES:
+        lines += ["", f"{test_episodes:,} test episodes a run: a claim needs at least {CLAIM_EPISODES:,}."]
     return "\n".join(lines) + "\n"
+
+
+def tuning_markdown(tuned: Tuned) -> str:
+    """Every candidate and its validation success; the chosen one of each arm is bold."""
+    lines = [
+        f"# {tuned.comparison}: tuning on seeds {', '.join(map(str, tuned.seeds))}, validation success",
+        "",
+        "| arm | settings | mean | by seed |",
+        "|---|---|---|---|",
+    ]
+    for arm, found in tuned.arms.items():
+        for candidate in found.searched:
+            words = " ".join(candidate.overrides)
+            mean = sum(candidate.validation) / len(candidate.validation)
+            by_seed = ", ".join(f"{value:.3f}" for value in candidate.validation)
+            chosen = candidate.overrides == found.overrides
+            lines.append(_row([arm, f"**{words}**" if chosen else words, f"{mean:.3f}", by_seed]))
+    return "\n".join(lines) + "\n"
+
+
+def _budget_cells(result: ArmResult) -> list[str]:
+    budget = result.budget
+    forward = sum(value for name, value in budget.items() if name.startswith("forward_tokens/"))
+    teacher = budget.get("forward_tokens/teacher", 0.0)
+    figures = [budget.get("rollouts", 0.0), budget.get("generated_tokens", 0.0), teacher, forward - teacher]
+    figures += [budget.get("seconds", 0.0), result.needed.get("rollouts", 0.0)]
+    return [*(f"{figure:,.0f}" for figure in figures), f"{result.recovered:.0%}"]
+
+
+def _contrast_name(pair: Contrast) -> str:
+    member = "" if pair.member == "policy" else f" ({pair.member})"
+    return f"{pair.arm}{member} - {pair.against}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _bar(interval: Interval) -> Bar:
+    return interval.estimate, interval.low, interval.high
+
+
+def _test_episodes(run: GleanerSettings) -> int:
+    return run.evaluation.test_prompts * run.evaluation.samples
+
+
+def _artifact_key(name: str) -> str:
+    """Prefect's artifact keys hold lower case letters, digits and dashes alone."""
+    return name.lower().replace(".", "-").replace("_", "-")
+
+
+def _tracker(settings: CompareSettings, name: str, run: GleanerSettings) -> RunTracker:
+    tracking = run.tracking.model_copy(update={"parent_run": None})
+    return RunTracker.start(
+        tracking, name, yaml.safe_dump(settings.model_dump(mode="json")), storage=run.storage
+    )

@@ -71,8 +71,9 @@ class RunSummary:
     policy_folder: str
     report_folder: str
     mlflow_run: str | None
-    validation: dict[str, float] = field(default_factory=dict)
-    """Of the last version, as steps have it for theirs; empty where the settings ask for none."""
+    validated: dict[str, float] = field(default_factory=dict)
+    """The last version on the validation prompts, as steps have it for theirs (a peer's under peer/…); empty where the
+    settings ask for no validation."""
     peer_before: dict[str, float] = field(default_factory=dict)
     peer_after: dict[str, float] = field(default_factory=dict)
 
@@ -117,13 +118,13 @@ def train(
                 take_steps(context, step_function, start["version"], until, companions)
             reporter.follow(context.journal)
             progress = standing(context, start["version"])
-        validation = validate(context, progress, companions) if settings.evaluation.every else {}
-        reporter.tracker.metrics(progress.step, validation)
+        validated = validate(context, progress, companions) if settings.evaluation.every else {}
+        reporter.tracker.metrics(progress.step, validated)
         after = test(context, progress.version, reporter, step=progress.step)
         others_after = test_companions(companions(context, progress), reporter, progress.step)
         for name, (other, version) in companions(context, progress).items():
             publish(other, version, name)
-        return conclude(context, progress, before, after, reporter, validation, others_before, others_after)
+        return conclude(context, progress, before, after, reporter, validated, others_before, others_after)
 
 
 def take_step(
@@ -268,7 +269,7 @@ def conclude(
     before: Evaluation | None,
     after: Evaluation | None,
     reporter: Reporter,
-    validation: dict[str, float],
+    validated: dict[str, float],
     peer_before: dict[str, float],
     peer_after: dict[str, float],
 ) -> RunSummary:
@@ -286,7 +287,7 @@ def conclude(
         policy_folder=published.folder,
         report_folder=report.folder,
         mlflow_run=report.mlflow_run,
-        validation=validation,
+        validated=validated,
         peer_before=peer_before,
         peer_after=peer_after,
     )

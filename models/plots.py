@@ -190,12 +190,20 @@ def compare_plot(curves: Mapping[str, Sequence[Curve]], path: Path, *, title: st
         if not known:
             continue
         colour = ARM_COLOURS[index % len(ARM_COLOURS)]
+        line = ("-", "--", ":")[index // len(ARM_COLOURS) % 3]
         end = min(x[-1] for x, _ in known)
         grid = np.unique(np.concatenate([x[x <= end] for x, _ in known]))
         success_SN = np.stack([np.interp(grid, x, y) for x, y in known])
         label = f"{arm} ({len(known)} seeds)" if len(known) > 1 else arm
         axes.plot(
-            grid, success_SN.mean(axis=0), color=colour, linewidth=2, marker="o", markersize=3, label=label
+            grid,
+            success_SN.mean(axis=0),
+            color=colour,
+            linestyle=line,
+            linewidth=2,
+            marker="o",
+            markersize=3,
+            label=label,
         )
         if len(known) > 1:
             axes.fill_between(
@@ -214,7 +222,57 @@ def compare_plot(curves: Mapping[str, Sequence[Curve]], path: Path, *, title: st
     _save(figure, path, title)
 
 
+def contrast_plot(differences: Mapping[str, Sequence[Bar]], path: Path, *, title: str = "") -> None:
+    """Paired differences with their intervals, one line a contrast: final success, and area under the curve.
+
+    Args:
+        differences: per contrast, (estimate, low, high) of the final success and of the area.
+    """
+    figure = _figure(9, 1.4 + 0.45 * len(differences))
+    both = figure.subplots(1, 2, sharey=True)
+    places = np.arange(len(differences), dtype=np.float64)[::-1]
+    for part, (axes, label) in enumerate(zip(both, ("final success", "area under the curve"), strict=True)):
+        bars = np.array([found[part] for found in differences.values()], dtype=np.float64).reshape(-1, 3)
+        _intervals(axes, bars, places, horizontal=True)
+        axes.axvline(0, color="black", linewidth=1)
+        axes.set_xlabel(f"difference in {label}, 95 % interval")
+        axes.grid(axis="x", alpha=0.25)
+    both[0].set_yticks(places, list(differences))
+    both[0].set_ylim(-0.6, len(differences) - 0.4)
+    _save(figure, path, title)
+
+
+def gap_plot(points: Mapping[str, tuple[float, Bar]], path: Path, *, title: str = "") -> None:
+    """What guidance gained, by the gap between teacher and student at the start.
+
+    Args:
+        points: per pair, its gap, and (estimate, low, high) of the gain in final success.
+    """
+    figure = _figure(7, 4.4)
+    axes = figure.subplots()
+    gaps = np.array([gap for gap, _ in points.values()], dtype=np.float64)
+    bars = np.array([bar for _, bar in points.values()], dtype=np.float64).reshape(-1, 3)
+    _intervals(axes, bars, gaps, horizontal=False)
+    for name, gap, bar in zip(points, gaps, bars, strict=True):
+        axes.annotate(name, (gap, bar[0]), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.axhline(0, color="black", linewidth=1)
+    axes.axvline(0, color=GREY, linewidth=1, linestyle="--")
+    axes.set_xlabel("gap before training: the teacher's success minus the student's")
+    axes.set_ylabel("gain in final success, 95 % interval")
+    _save(figure, path, title)
+
+
 # --------------------------------------------------------------------------------------------------- parts
+
+
+def _intervals(axes: Axes, bars: Floats, places: Floats, *, horizontal: bool) -> None:
+    """Estimates (N, 3) with their intervals, on lines at `places`."""
+    spread = np.clip(np.stack([bars[:, 0] - bars[:, 1], bars[:, 2] - bars[:, 0]]), 0, None)
+    style: dict[str, Any] = {"fmt": "o", "color": BLUE, "ecolor": BLUE, "capsize": 3, "markersize": 5}
+    if horizontal:
+        axes.errorbar(bars[:, 0], places, xerr=spread, **style)
+    else:
+        axes.errorbar(places, bars[:, 0], yerr=spread, **style)
 
 
 def _metric(entries: Sequence[Entry], name: str) -> Floats:

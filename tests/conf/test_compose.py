@@ -10,7 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleaner.conf.compose import compose, compose_arms, digest, run_name, validate
+from gleaner.conf.compose import compose, digest, run_name, validate
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.presets import GROUPS, available_presets
 from gleaner.conf.schema import (
@@ -73,18 +73,6 @@ def test_every_preset_composes_and_says_what_it_is(choice: str) -> None:
     compose([choice, *NEEDED.get(choice, [])])
     group, name = choice.split("=")
     assert available_presets(group)[name], f"{choice} has no comment at its head"
-
-
-@pytest.mark.parametrize("preset", available_presets("compare"))
-def test_every_comparison_composes_with_all_its_arms(preset: str) -> None:
-    comparison = compose([f"compare={preset}"], CompareSettings)
-    arms = compose_arms(comparison)
-    assert list(arms) == list(comparison.arms)
-    for runs in arms.values():
-        assert [run.run.seed for run in runs] == comparison.seeds
-        assert {run.run.budget_rollouts for run in runs} == {comparison.budget_rollouts}
-    names = [run_name(run) for runs in arms.values() for run in runs]
-    assert len(set(names)) == len(names)
 
 
 def test_method_presets_hold_the_papers_choices() -> None:
@@ -354,42 +342,6 @@ def test_a_run_is_named_after_what_it_trains() -> None:
 
 
 # -------------------------------------------------------------------------------------------- comparisons
-
-
-def test_arms_share_the_common_overrides_and_add_their_own() -> None:
-    comparison = CompareSettings(
-        common=["run.steps=10", "run.prompts_per_step=2"],
-        arms={"grpo": [], "large": ["run.group_size=16"]},
-        seeds=[5],
-        budget_rollouts=64,
-    )
-    arms = compose_arms(comparison)
-    assert arms["grpo"][0].run.group_size == 8
-    assert arms["large"][0].run.group_size == 16
-    assert arms["large"][0].run.name == "compare-large-seed5"
-    assert arms["large"][0].run.prompts_per_step == 2
-    assert arms["large"][0].run.seed == 5
-
-
-def test_arms_may_name_presets_of_the_users_own_folder(tmp_path: Path) -> None:
-    (tmp_path / "method").mkdir()
-    (tmp_path / "method" / "mine.yaml").write_text("kind: grpo\nclip_high: 0.5\n")
-    comparison = CompareSettings(arms={"grpo": ["method=mine"]}, presets=str(tmp_path), budget_rollouts=128)
-    assert compose_arms(comparison)["grpo"][0].method.clip_high == 0.5
-
-
-def test_a_wrong_arm_is_named() -> None:
-    comparison = CompareSettings(arms={"grpo": [], "typo": ["run.stesp=1"]}, budget_rollouts=128)
-    with pytest.raises(
-        ConfigurationError, match=r"^arm typo: run\.stesp is no setting: did you mean run\.steps"
-    ):
-        compose_arms(comparison)
-
-
-def test_an_arm_that_cannot_spend_the_budget_is_refused() -> None:
-    comparison = CompareSettings(common=["run.steps=1"], arms={"grpo": []}, budget_rollouts=1000)
-    with pytest.raises(ConfigurationError, match=r"arm grpo: 1 steps sample 128 rollouts.*raise run\.steps"):
-        compose_arms(comparison)
 
 
 def test_mistakes_in_a_comparison_are_explained() -> None:

@@ -187,3 +187,19 @@ def test_a_comparison_names_its_baseline_and_each_seed_once() -> None:
     assert "list each once" in refusal(
         CompareSettings, arms=arms, baseline="a", seeds=[1, 1], budget_rollouts=1
     )
+
+
+def test_a_comparisons_search_contrasts_and_runs_before_are_checked() -> None:
+    given = {"arms": {"a": [], "b": {"overrides": ["run.steps=2"]}}, "baseline": "a", "budget_rollouts": 1}
+    search = {"seeds": [7], "grid": {"update.lr": [1e-4]}}
+    assert CompareSettings(**given).pairs == [("b", "a")]
+    assert CompareSettings(**given, contrasts=[("a", "b")]).pairs == [("a", "b")]
+    assert "contrasts names c" in refusal(CompareSettings, **given, contrasts=[("a", "c")])
+    assert "with itself" in refusal(CompareSettings, **given, contrasts=[("a", "a")])
+    assert "rename one" in refusal(CompareSettings, **given, before={"a": []})
+    assert "share [7]" in refusal(CompareSettings, **given, tune=search, seeds=[7, 8])
+    own = given | {"arms": {"a": [], "b": {"tune": {"update.lr": [1]}}}}
+    assert "belongs to a search" in refusal(CompareSettings, **own)
+    assert "every arm searches alike" in refusal(CompareSettings, **own, tune=search)
+    peer = given | {"arms": {"a": [], "b": {"peer_baseline": "c"}}}
+    assert "is not another arm" in refusal(CompareSettings, **peer)

@@ -118,13 +118,13 @@ def test_a_comparison_hands_the_users_presets_to_its_arms(tmp_path: Path) -> Non
         (["run", "grpo", "run.stesp=4"], "run.stesp is no setting: did you mean run.steps?"),
         (
             ["run", "grop"],
-            "grop is no method: run warmstart or one of cispo, dapo, dr_grpo, gats, graft, grpo, gspo",
+            "grop is no method: run warmstart or one of cispo, dapo, dr_grpo, gats",
         ),
         (
             ["run", "grpo", "run.group_size=1"],
             "a group of one has no advantage: set run.group_size to 2",
         ),
-        (["compare", "smok"], "compare=smok is no preset: choose one of grpo_family, smoke"),
+        (["compare", "smok"], "compare=smok is no preset: choose one of gap, gats_household"),
         (["presets", "colour"], "colour is no group of presets: choose one of environment"),
         (["bank", "show", "no-such-run"], "has no run no-such-run: name one of its runs (none)"),
     ],

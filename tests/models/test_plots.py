@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gleaner.models.plots import before_after_plot, compare_plot, learning_plot, ledger_plot
+from gleaner.models.plots import (
+    before_after_plot,
+    compare_plot,
+    contrast_plot,
+    gap_plot,
+    learning_plot,
+    ledger_plot,
+)
 
 
 def entries(count, method="grpo"):
@@ -97,3 +104,11 @@ def test_arms_are_compared_up_to_the_budget_that_all_their_seeds_reached(tmp_pat
     compare_plot({"grpo": [([], [])]}, tmp_path / "nothing.png")
     compare_plot({"grpo": [([0.0], [0.2])]}, tmp_path / "one.png")
     assert colours(tmp_path / "one.png")[0] == 910
+
+
+def test_contrasts_and_gaps_are_drawn_with_their_intervals(tmp_path):
+    bars = [(0.1, 0.02, 0.18), (0.05, -0.01, 0.11)]
+    contrast_plot({"gats - grpo": bars, "always - grpo": bars}, tmp_path / "contrasts.png", title="t")
+    assert colours(tmp_path / "contrasts.png")[2] > 20
+    gap_plot({"strong": (0.4, bars[0]), "weak": (-0.1, (-0.2, -0.3, -0.1))}, tmp_path / "gap.png")
+    assert colours(tmp_path / "gap.png")[2] > 20
