@@ -34,15 +34,15 @@ def entries_of(settings):
 
 
 def test_without_candidates_every_version_is_grpos(small):
-    grpo(small("run.name=idle", "run.steps=0"))  # a peer that sampled nothing
-    alone = grpo(small("run.name=plain", *LIKE_GRAFT))
-    beside = graft(small("run.name=beside", "method=graft", "method.peer.run=idle"))
+    grpo(small("run.name=graft-idle", "run.steps=0"))  # a peer that sampled nothing
+    alone = grpo(small("run.name=graft-alone", *LIKE_GRAFT))
+    beside = graft(small("run.name=beside", "method=graft", "method.peer.run=graft-idle"))
     assert beside.version == alone.version  # a version's name is made of every signal since the start
 
 
 def test_an_untrained_peer_that_solves_nothing_leaves_grpo(small):
-    settings = small(*TRAINED_HERE, "run.name=two")
-    alone = grpo(small("run.name=one", *LIKE_GRAFT))
+    settings = small(*TRAINED_HERE, "run.name=graft-two")
+    alone = grpo(small("run.name=graft-one", *LIKE_GRAFT))
     together = graft(settings)
     if all(entry["peer"]["counts"]["successes"] == 0 for entry in entries_of(settings)):
         assert together.version == alone.version
@@ -130,10 +130,10 @@ def test_two_architectures_with_tokenizers_of_their_own_exchange_trajectories(sm
 
 def test_a_teacher_and_a_peer_go_together(small):
     """The policy's own rollouts are guided as in GATS, the peer's are grafted, and the peer itself has no teacher."""
-    grpo(small(*LOTTERY, "run.name=a-teacher", "run.steps=1", "run.seed=7"))
+    grpo(small(*LOTTERY, "run.name=lottery-teacher", "run.steps=1", "run.seed=7"))
     settings = small(
         *LOTTERY, *TRAINED_HERE, "method.peer.warmstart={demonstrations: 40, steps: 10, batch: 8}", "method.floor=0.0",
-        "method.teacher.run=a-teacher", "method.teacher.success=0.9", "run.prompts_per_step=16", "run.steps=1",
+        "method.teacher.run=lottery-teacher", "method.teacher.success=0.9", "run.prompts_per_step=16", "run.steps=1",
     )  # fmt: skip
     summary = graft(settings)
     (entry,) = entries_of(settings)
@@ -211,11 +211,11 @@ def test_a_stored_reward_that_is_not_confirmed_is_quarantined_and_counted(small,
     ("overrides", "complaint"),
     [
         (["method.peer.run=nobody"], "run nobody has not ended"),
-        (["method.peer.run=warm", "sampling.temperature=0.7"], "sampling.temperature alike"),
+        (["method.peer.run=graft-warm", "sampling.temperature=0.7"], "sampling.temperature alike"),
     ],
 )
 def test_a_stored_peer_that_cannot_be_read_is_refused_before_a_policy_is_built(small, overrides, complaint):
-    grpo(small("run.name=warm", "run.steps=0"))
+    grpo(small("run.name=graft-warm", "run.steps=0"))
     settings = small("method=graft", *overrides)
     with pytest.raises(ConfigurationError, match=complaint):
         graft(settings)
