@@ -73,6 +73,11 @@ def plan_tuning(comparison: CompareSettings) -> list[PlannedRun]:
     return _in_order(comparison, parts, seeds)
 
 
+def tuning_name(comparison: CompareSettings) -> str:
+    """Name of the search: of its folder, and of the MLflow run that its runs nest under."""
+    return f"{comparison.name}-tune"
+
+
 def candidates(comparison: CompareSettings, arm: str) -> list[list[str]]:
     """The overrides that tuning tries for an arm: the common grid crossed with the arm's own, which varies fastest."""
     assert comparison.tune is not None, "asked for the candidates of a comparison without a search"
@@ -85,7 +90,10 @@ def candidates(comparison: CompareSettings, arm: str) -> list[list[str]]:
 
 def _before(comparison: CompareSettings, name: str, seeds: Sequence[int], *, test: bool) -> list[PlannedRun]:
     overrides = [*comparison.before[name], *([] if test else ["evaluation.test_prompts=0"])]
-    return _part_runs(comparison, f"before {name}", name, f"{{comparison}}-{name}", overrides, seeds)
+    parent = comparison.name if test else tuning_name(comparison)
+    return _part_runs(
+        comparison, f"before {name}", name, f"{{comparison}}-{name}", overrides, seeds, parent=parent
+    )
 
 
 def _arm(
@@ -100,7 +108,10 @@ def _arm(
     if candidate is not None:
         own = [_within_tuning(comparison, arm, override, candidate) for override in own]
     overrides = [*own, *chosen, f"run.budget_rollouts={comparison.budget_rollouts}"]
-    runs = _part_runs(comparison, f"arm {arm}", arm, name, overrides, seeds, candidate)
+    parent = comparison.name if candidate is None else tuning_name(comparison)
+    runs = _part_runs(
+        comparison, f"arm {arm}", arm, name, overrides, seeds, parent=parent, candidate=candidate
+    )
     run, evaluation = runs[0].settings.run, runs[0].settings.evaluation
     most = run.steps * run.prompts_per_step * run.group_size
     if most < comparison.budget_rollouts:
@@ -138,11 +149,12 @@ def _part_runs(
     name: str,
     overrides: Sequence[str],
     seeds: Sequence[int],
+    *,
+    parent: str,
     candidate: int | None = None,
 ) -> list[PlannedRun]:
     """One run a seed. The presets are composed once, and each seed is filled in."""
     presets = Path(comparison.presets) if comparison.presets else None
-    parent = comparison.name if candidate is None else f"{comparison.name}-tune"
     everything = [
         *comparison.common,
         *overrides,

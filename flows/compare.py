@@ -12,7 +12,7 @@ from prefect import flow, task
 from prefect.artifacts import create_markdown_artifact
 from rich.console import Console
 
-from gleaner.conf.plan import PlannedRun, candidates, plan_test, plan_tuning
+from gleaner.conf.plan import PlannedRun, candidates, plan_test, plan_tuning, tuning_name
 from gleaner.conf.schema import CompareSettings, GleanerSettings, Tuned
 from gleaner.conf.tuned import apply_tuned, choice, write_tuned
 from gleaner.flows.children import run_children
@@ -28,6 +28,7 @@ from gleaner.models.comparison import (
     contrasts,
     gap_points,
     gap_slope,
+    shared_budget,
 )
 from gleaner.models.plots import Bar, compare_plot, contrast_plot, gap_plot
 from gleaner.models.statistics import Interval
@@ -108,7 +109,7 @@ def tune_flow(settings: CompareSettings) -> Tuned:
     }
     tuned = choice(settings, validation)
     text = tuning_markdown(tuned)
-    name = f"{settings.name}-tune"
+    name = tuning_name(settings)
     create_markdown_artifact(text, key=_artifact_key(name))
     folder = RUNS_FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,8 +215,9 @@ def _report(
     folder = RUNS_FOLDER / settings.name
     folder.mkdir(parents=True, exist_ok=True)
     peers = {arm: own.peer_baseline for arm, own in settings.arms.items() if own.peer_baseline is not None}
-    arms = {arm: arm_result(members, settings.budget_rollouts) for arm, members in outcomes.items()}
-    pairs = contrasts(outcomes, settings.pairs, peers, settings.budget_rollouts)
+    end = shared_budget(outcomes, settings.budget_rollouts)
+    arms = {arm: arm_result(members, end) for arm, members in outcomes.items()}
+    pairs = contrasts(outcomes, settings.pairs, peers, end)
     points = gap_points(outcomes, settings.pairs)
     slope = gap_slope(points)
     plain = {
@@ -225,7 +227,8 @@ def _report(
         "contrasts": [asdict(pair) for pair in pairs],
         "gap": {"points": [asdict(point) for point in points], "slope": asdict(slope) if slope else None},
     }
-    episodes = _test_episodes(plan[-1].settings)
+    evaluated = next(run.settings.evaluation for run in plan if run.part in outcomes)
+    episodes = evaluated.test_prompts * evaluated.samples
     text = report_markdown(settings, arms, pairs, points, slope, episodes)
     (folder / "report.md").write_text(text)
     (folder / "report.json").write_text(json.dumps(plain, indent=1))
@@ -379,10 +382,6 @@ def _row(cells: Sequence[str]) -> str:
 
 def _bar(interval: Interval) -> Bar:
     return interval.estimate, interval.low, interval.high
-
-
-def _test_episodes(run: GleanerSettings) -> int:
-    return run.evaluation.test_prompts * run.evaluation.samples
 
 
 def _artifact_key(name: str) -> str:

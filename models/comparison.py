@@ -98,6 +98,18 @@ class GapPoint:
     gains_S: tuple[float, ...]
 
 
+def shared_budget(outcomes: Mapping[str, Sequence[Outcome]], budget: float) -> float:
+    """Rollouts up to which every policy's validation curve reaches, at most `budget`: where areas end."""
+    trained = [
+        policy
+        for members in outcomes.values()
+        for outcome in members
+        for policy in (outcome.policy, outcome.peer)
+        if policy is not None
+    ]
+    return min(budget, *(policy.rollouts_N[-1] for policy in trained))
+
+
 def arm_result(outcomes_S: Sequence[Outcome], budget: float) -> ArmResult:
     """Means over seeds with their t intervals.
 

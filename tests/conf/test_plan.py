@@ -132,6 +132,7 @@ def test_tuning_has_seeds_and_prompts_of_its_own_at_the_tests_budget() -> None:
     tested = comparison(common=[*VALIDATED, "evaluation.test_prompts=64"])
     runs = plan_tuning(tested)
     assert {run.seed for run in runs} == {70}
+    assert {run.settings.tracking.parent_run for run in runs} == {"trial-tune"}
     assert {run.settings.evaluation.test_prompts for run in runs} == {0}, "not even a teacher's test is read"
     assert {run.settings.run.budget_rollouts for run in runs if run.part != "teacher"} == {640}
     assert not {run.name for run in runs} & {run.name for run in plan_test(tested)}

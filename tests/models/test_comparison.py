@@ -5,7 +5,15 @@ import math
 import pytest
 from scipy import stats
 
-from gleaner.models.comparison import Outcome, Trained, arm_result, contrasts, gap_points, gap_slope
+from gleaner.models.comparison import (
+    Outcome,
+    Trained,
+    arm_result,
+    contrasts,
+    gap_points,
+    gap_slope,
+    shared_budget,
+)
 
 
 def trained(final: float, success_N: list[float], rollouts_N=(0.0, 10.0, 20.0)) -> Trained:
@@ -46,6 +54,12 @@ def test_areas_end_where_the_common_budget_does():
     (found,) = contrasts({"a": refilled, "grpo": GRPO}, [("a", "grpo")], {}, 20)
     # At 20 of 40 rollouts the lines stand at 0.4 and 0.2: areas 0.2 and 0.1 against 0.2 and 0.3.
     assert found.area.differences_S == pytest.approx((0.0, -0.2))
+
+
+def test_areas_end_where_the_shortest_curve_does():
+    short = [Outcome(trained(0.4, [0.0, 0.8], (0.0, 16.0)), peer=trained(0.4, [0.0, 0.8], (0.0, 12.0)))]
+    assert shared_budget({"grpo": GRPO}, 19) == 19
+    assert shared_budget({"grpo": GRPO, "short": short}, 19) == 12
 
 
 def test_a_peer_is_compared_with_its_own_baseline_and_the_mean_with_both():
