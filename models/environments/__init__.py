@@ -7,6 +7,7 @@ from gleaner.conf.schema import (
     AnyEnvironment,
     HouseholdEnvironment,
     MathEnvironment,
+    OpenEnvEnvironment,
     PythonEnvironment,
     ReasoningGymEnvironment,
 )
@@ -49,6 +50,10 @@ def make_environment(settings: AnyEnvironment, seed: int) -> Environment:
         from gleaner.models.environments.household import Household
 
         return Household(settings, seed)
+    if isinstance(settings, OpenEnvEnvironment):
+        from gleaner.models.environments.openenv import OpenEnv
+
+        return OpenEnv(settings, seed)
     return _user_environment(settings, seed)
 
 

@@ -27,6 +27,11 @@ from gleaner.conf.schema import (
 
 NEEDED = {
     "environment=math": ["environment.path=my.jsonl"],
+    "environment=openenv": [
+        "environment.base_url=http://localhost:8000",
+        "environment.action_field=message",
+        "environment.observation_field=text",
+    ],
     "environment=python": ["environment.path=world.py:World"],
     "policy=pretrained": ["policy.path=some/model"],
     "method=gats": ["method.teacher.run=a-run"],
