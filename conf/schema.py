@@ -162,7 +162,10 @@ class OpenEnvEnvironment(EnvironmentSettings):
     @classmethod
     def reset_determines_the_task(cls, reset: dict[str, Any]) -> dict[str, Any]:
         named = {
-            name for value in reset.values() if isinstance(value, str) for name in re.findall(r"{(\w+)}", value)
+            name
+            for value in reset.values()
+            if isinstance(value, str)
+            for name in re.findall(r"{(\w+)}", value)
         }
         if unknown := sorted(named - {"seed", "index", "split"}):
             raise ValueError(
@@ -185,11 +188,7 @@ class PythonEnvironment(EnvironmentSettings):
 
 
 AnyEnvironment = Annotated[
-    MathEnvironment
-    | ReasoningGymEnvironment
-    | HouseholdEnvironment
-    | OpenEnvEnvironment
-    | PythonEnvironment,
+    MathEnvironment | ReasoningGymEnvironment | HouseholdEnvironment | OpenEnvEnvironment | PythonEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -661,6 +660,15 @@ class GleanerSettings(Settings):
                     f"{name}={rollouts} opens more sessions than environment.sessions={sessions}: lower it, or raise "
                     "environment.sessions and what the server allows"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def a_warm_start_has_its_expert(self) -> Self:
+        if self.warmstart is not None and isinstance(self.environment, OpenEnvEnvironment):
+            raise ValueError(
+                "environment=openenv has no expert to imitate: set warmstart=null, and choose a policy that can act "
+                "already (policy=smollm2, policy=pretrained)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -47,9 +47,7 @@ class OpenEnv:
     """
 
     name = "openenv"
-    verifier = VerifierSpec(
-        "gleaner.models.environments.openenv:verify", version="openenv-1", isolated=False
-    )
+    verifier = VerifierSpec("gleaner.models.environments.openenv:verify", version="openenv-1", isolated=False)
 
     def __init__(self, settings: OpenEnvEnvironment, seed: int) -> None:
         self.settings = settings
@@ -107,8 +105,8 @@ class OpenEnv:
 
     def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
         raise ConfigurationError(
-            "an OpenEnv server has no expert to imitate: leave out warmstart, and choose a policy that can act "
-            "(policy=smollm2, policy=pretrained)"
+            "an OpenEnv server has no expert to imitate: set warmstart=null, and choose a policy that can act "
+            "already (policy=smollm2, policy=pretrained)"
         )
 
     def validate(self) -> list[str]:

@@ -4,8 +4,9 @@
     python counting_world.py openenv SESSIONS    the openenv package's own server
 
 Prints its port, then serves. The goal is the reset's index modulo 3, plus 1. Reaching it ends the episode with reward
-1, "stop" ends it with 0.25. "sleep" takes three seconds, "die" ends the server, "raise" is a bug in the world, and
-"garble" has the plain server answer with something else than the protocol says.
+1, "stop" ends it with 0.25. "sleep" takes three seconds, "die" ends the server, "raise" is a bug in the world (as is any
+command in an odd task with the wording "brittle"), and "garble" has the plain server answer with something else than
+the protocol says.
 """
 
 import json
@@ -19,10 +20,11 @@ from typing import Any
 
 class CountingWorld:
     def __init__(self) -> None:
-        self.goal, self.value = 0, 0
+        self.goal, self.value, self.broken = 0, 0, False
 
     def reset(self, index: int, wording: str) -> str:
         self.goal, self.value = index % 3 + 1, 0
+        self.broken = wording == "brittle" and index % 2 == 1
         noise = f" Clock {time.perf_counter_ns()}." if wording == "clock" else ""
         return f"Task {index}: reach {self.goal}.{noise}"
 
@@ -32,7 +34,7 @@ class CountingWorld:
             time.sleep(3)
         if command == "die":
             os._exit(3)
-        if command == "raise":
+        if command == "raise" or self.broken:
             raise RuntimeError("a bug in the world")
         if command == "stop":
             return f"Stopped at {self.value}.", 0.25, True
@@ -83,14 +85,14 @@ def serve_plain(sessions: int) -> None:
             elif len(command) > 20:
                 errors = [{"msg": "at most 20 characters"}]
                 answer("error", code="VALIDATION_ERROR", message="Invalid", errors=errors, to=connection)
-            elif command == "raise":
-                answer("error", code="EXECUTION_ERROR", message="a bug in the world", to=connection)
             else:
-                observation, reward, done = world.step(command)
+                try:
+                    observation, reward, done = world.step(command)
+                except RuntimeError as error:
+                    answer("error", code="EXECUTION_ERROR", message=str(error), to=connection)
+                    continue
                 screen = {"text": observation}
-                answer(
-                    "observation", observation={"screen": screen}, done=done, reward=reward, to=connection
-                )
+                answer("observation", observation={"screen": screen}, done=done, reward=reward, to=connection)
 
     def http(connection: Any, request: Any) -> Any:
         if request.path == "/schema":

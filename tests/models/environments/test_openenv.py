@@ -93,7 +93,9 @@ def verdict_of(world: OpenEnv, prompt: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_episode_ends_with_the_servers_reward_and_its_verdict(start, kind) -> None:
     world = world_at(start(kind)[0])
-    prompt = world.prompt("train", 0)  # after 3 test and 4 validation tasks: number 7, whose goal is 7 % 3 + 1
+    prompt = world.prompt(
+        "train", 0
+    )  # after 3 test and 4 validation tasks: number 7, whose goal is 7 % 3 + 1
     assert prompt.messages == [{"role": "user", "content": "Task 7: reach 2."}]
     episode = world.begin(prompt, prompt.seed)
     assert [episode.step(" up\n").text, episode.step("nonsense").text] == ["You are at 1."] * 2
@@ -142,7 +144,9 @@ def test_sessions_at_once_do_not_mix_and_give_their_places_back(start, kind) -> 
                     texts.append(observation.text)
             list(pool.map(lambda episode: episode.close(), episodes))
         assert seen == [["You are at 1.", "You are at 2.", "You are at 3."]] * SESSIONS
-        assert [episode.reward for episode in episodes] == [float((7 + i) % 3 + 1 == 3) for i in range(SESSIONS)]
+        assert [episode.reward for episode in episodes] == [
+            float((7 + i) % 3 + 1 == 3) for i in range(SESSIONS)
+        ]
 
 
 def test_splits_share_no_task_and_more_training_prompts_move_no_other(start) -> None:
@@ -242,7 +246,7 @@ def test_validation_names_the_fix_when_there_is_no_server() -> None:
 
 
 def test_there_is_no_expert() -> None:
-    with pytest.raises(ConfigurationError, match="no expert to imitate: leave out warmstart"):
+    with pytest.raises(ConfigurationError, match="no expert to imitate: set warmstart=null"):
         world_at("http://127.0.0.1:9").demonstrations(1, 0.0, 0)
 
 
@@ -257,6 +261,7 @@ PRESET = [
     [
         (["sampling.rows_per_shard=17"], "sampling.rows_per_shard=17 opens more sessions than environment.sessions=16"),
         (["environment.sessions=4", "sampling.rows_per_shard=4"], "run.group_size=8 opens more sessions"),
+        (["policy=tiny"], "environment=openenv has no expert to imitate: set warmstart=null"),
         (["environment.reset={seed: 3}"], "starts every prompt with the same task"),
         (["environment.reset={task: '{task}'}"], "environment.reset names {task}"),
         (["environment.base_url=localhost"], "environment.base_url"),
