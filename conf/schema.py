@@ -128,6 +128,15 @@ class HouseholdEnvironment(EnvironmentSettings):
         return self
 
 
+class AlfworldEnvironment(EnvironmentSettings):
+    kind: Literal["alfworld"] = "alfworld"
+    path: str
+    """The folder json_2.1.1 that alfworld-download makes, with train, valid_seen and valid_unseen."""
+    max_turns: int = Field(50, ge=1)
+    instruction: str = ""
+    """Put before the game's introduction."""
+
+
 class OpenEnvEnvironment(EnvironmentSettings):
     """A world behind an OpenEnv server."""
 

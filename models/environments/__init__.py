@@ -4,6 +4,7 @@ import inspect
 
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import (
+    AlfworldEnvironment,
     AnyEnvironment,
     HouseholdEnvironment,
     MathEnvironment,
@@ -50,6 +51,10 @@ def make_environment(settings: AnyEnvironment, seed: int) -> Environment:
         from gleaner.models.environments.household import Household
 
         return Household(settings, seed)
+    if isinstance(settings, AlfworldEnvironment):
+        from gleaner.models.environments.alfworld import Alfworld
+
+        return Alfworld(settings)
     if isinstance(settings, OpenEnvEnvironment):
         from gleaner.models.environments.openenv import OpenEnv
 

@@ -27,6 +27,7 @@ from gleaner.conf.schema import (
 
 NEEDED = {
     "environment=math": ["environment.path=my.jsonl"],
+    "environment=alfworld": ["environment.path=json_2.1.1"],
     "environment=openenv": [
         "environment.base_url=http://localhost:8000",
         "environment.action_field=message",
