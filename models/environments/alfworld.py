@@ -1,8 +1,8 @@
 """ALFWorld's text games, on the data that a user has downloaded.
 
 Engine, commands and texts are those of the alfworld package; a game is a folder with `game.tw-pddl` and
-`traj_data.json`, as `alfworld-download` makes them. Games are left out as ALFWorld's own loader does: movable receptacles, sliced
-objects, and what is not marked solvable.
+`traj_data.json`, as `alfworld-download` makes them. Left out is what ALFWorld's own loader leaves out: movable
+receptacles, sliced objects, and games that are not marked solvable.
 """
 
 import contextlib
@@ -148,9 +148,7 @@ class Alfworld:
         text = "\n".join(part for part in (self.settings.instruction, episode.introduction) if part)
         return make_prompt(self.name, split, [{"role": "user", "content": text}], payload)
 
-    def _expert_turns(
-        self, engine: Any, prompt: Prompt, noise: float, draw: random.Random
-    ) -> list[Message]:
+    def _expert_turns(self, engine: Any, prompt: Prompt, noise: float, draw: random.Random) -> list[Message]:
         file = self.root / prompt.payload["game"] / GAME
         turns: list[Message] = []
         with _drawing_from(draw):
@@ -206,9 +204,7 @@ class AlfworldEpisode:
         self.turns += 1
         state, _, _ = self.engine.step(" ".join(action.lower().split()).removesuffix("."))
         self.won = bool(state.won)
-        return Observation(
-            state.feedback.strip(), done=self.won, result=self.result() if self.won else {}
-        )
+        return Observation(state.feedback.strip(), done=self.won, result=self.result() if self.won else {})
 
     def result(self) -> dict[str, Any]:
         return {"won": self.won, "turns": self.turns}

@@ -1,14 +1,16 @@
 """Any world behind an OpenEnv server: one WebSocket session an episode.
 
-The wire protocol is that of OpenEnv 0.10 (`openenv.core.env_server.types`): a client sends {"type": "reset" | "step" |
-"close", "data": …} to BASE_URL/ws, and the server answers {"type": "observation", "data": {observation, reward, done}} or
-{"type": "error", "data": {message, code}}. Spoken here directly, since the openenv package needs other versions of
-mcp, pillow and pandas than the rest of this stack, and since its client reconnects by itself: the next step would
-then reach a new world in the middle of an episode.
+The wire protocol is that of OpenEnv 0.10 (`openenv.core.env_server.types`). A client sends {"type": "reset", "step" or
+"close", "data": …} to BASE_URL/ws; the server answers {"type": "observation", "data": {observation, reward, done}} or
+{"type": "error", "data": {message, code}}.
+
+It is spoken here directly: the openenv package needs an older mcp than the pinned stack holds, and its client reconnects by
+itself, so that after a lost connection the next step reaches a new world in the middle of an episode.
 
 Nobody can replay such a world, so the server's own reward is the outcome. It is read at the step that ends the episode.
 """
 
+import contextlib
 import json
 import math
 import threading
@@ -307,10 +309,8 @@ class Session:
         """The server's answer: an observation, or the refusal of an action."""
         settings = self.settings
         try:
-            try:
+            with contextlib.suppress(ConnectionClosed):  # a refused session is told why before it is closed
                 self.connection.send(json.dumps({"type": kind, "data": data}))
-            except ConnectionClosed:
-                pass  # a refused session is told why before it is closed: read that
             answer = json.loads(self.connection.recv(timeout=settings.reply_seconds))
             if not isinstance(answer["data"], dict):
                 raise TypeError("its data is no mapping")
@@ -353,7 +353,7 @@ class Session:
         value = data.get("observation")
         for part in self.settings.observation_field.split("."):
             try:
-                value = value[int(part)] if isinstance(value, list) else value[part]  # type: ignore[index]
+                value = value[int(part)] if isinstance(value, list) else value[part]
             except (KeyError, IndexError, TypeError, ValueError):
                 has = ", ".join(sorted(value)) if isinstance(value, dict) else _short(value)
                 raise ConfigurationError(

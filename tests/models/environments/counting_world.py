@@ -4,9 +4,9 @@
     python counting_world.py openenv SESSIONS    the openenv package's own server
 
 Prints its port, then serves. The goal is the reset's index modulo 3, plus 1. Reaching it ends the episode with reward
-1, "stop" ends it with 0.25. "sleep" takes three seconds, "die" ends the server, "raise" is a bug in the world (as is any
-command in an odd task with the wording "brittle"), and "garble" has the plain server answer with something else than
-the protocol says.
+1, "stop" ends it with 0.25. "sleep" takes three seconds, "die" ends the server, "raise" is a bug in the world (as is
+any command in an odd task with the wording "brittle"), and "garble" has the plain server answer with something else
+than the protocol says.
 """
 
 import json

@@ -19,7 +19,13 @@ from gleaner.models.environments.alfworld import Alfworld, verify
 from gleaner.models.environments.base import Environment
 
 PLACES = {"Drawer": True, "Shelf": False, "Cabinet": True, "Desk": False}  # whether it opens
-WALKTHROUGH = ["go to cabinet 1", "open cabinet 1", "take mug 1 from cabinet 1", "go to desk 1", "move mug 1 to desk 1"]
+WALKTHROUGH = [
+    "go to cabinet 1",
+    "open cabinet 1",
+    "take mug 1 from cabinet 1",
+    "go to desk 1",
+    "move mug 1 to desk 1",
+]
 
 
 def write_game(folder: Path, mug_in: str, **changes: Any) -> None:
@@ -34,18 +40,20 @@ def write_game(folder: Path, mug_in: str, **changes: Any) -> None:
         name = f"{place}_bar__plus_01"
         objects += [f"{name} - receptacle", f"at{place} - location", f"{place}Type - rtype"]
         facts += [f"(receptacleAtLocation {name} at{place})", f"(receptacleType {name} {place}Type)"]
-        facts += [f"(openable {name})"] * opens + [f"(canContain {place}Type {thing}Type)" for thing in things]
+        facts += [f"(openable {name})"] * opens + [
+            f"(canContain {place}Type {thing}Type)" for thing in things
+        ]
     for thing, place in things.items():
         name = f"{thing}_bar__plus_01"
         objects += [f"{name} - object", f"{thing}Type - otype"]
         facts += [f"(objectType {name} {thing}Type)", f"(pickupable {name})"]
         facts += [f"(inReceptacle {name} {place}_bar__plus_01)", f"(objectAtLocation {name} at{place})"]
     goal = gdict["pick_and_place_simple"]["pddl"].replace("#", "-").format(obj="Mug", recep="Desk")
+    problem = f"(define (problem p) (:domain alfred) (:objects {' '.join(objects)}) (:init {' '.join(facts)}) {goal}"
     game = {
         "pddl_domain": Path(ALFRED_PDDL_PATH).read_text(),
         "grammar": Path(ALFRED_TWL2_PATH).read_text().replace("UNKNOWN GOAL", "put a mug in desk"),
-        "pddl_problem": f"(define (problem p) (:domain alfred) (:objects {' '.join(objects)}) (:init {' '.join(facts)}) "
-        + goal,
+        "pddl_problem": problem,
         "solvable": True,
         "walkthrough": WALKTHROUGH,
     }
@@ -71,7 +79,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("alfworld") / "json_2.1.1"
     for folder, mug_in in (("train", "Cabinet"), ("valid_seen", "Drawer"), ("valid_unseen", "Shelf")):
         write_game(root / folder / "pick_and_place_simple-Mug-None-Desk-301" / "trial_1", mug_in)
-    write_game(root / "train" / "pick_and_place_simple-Mug-None-Desk-302" / "trial_1", "Shelf", solvable=False)
+    write_game(
+        root / "train" / "pick_and_place_simple-Mug-None-Desk-302" / "trial_1", "Shelf", solvable=False
+    )
     write_game(root / "train" / "pick_and_place_with_movable_recep-Mug-Cup-Desk-301" / "trial_1", "Shelf")
     return root
 
@@ -83,7 +93,11 @@ def test_splits_are_the_folders_and_leave_out_what_alfworld_leaves_out(data: Pat
     assert [world.size(split) for split in ("train", "validation", "test")] == [1, 1, 1]
     prompts = [world.prompt(split, 0) for split in ("train", "validation", "test")]
     assert len({prompt.prompt_id for prompt in prompts}) == 3
-    assert [prompt.payload["game"].split("/")[0] for prompt in prompts] == ["train", "valid_seen", "valid_unseen"]
+    assert [prompt.payload["game"].split("/")[0] for prompt in prompts] == [
+        "train",
+        "valid_seen",
+        "valid_unseen",
+    ]
     (message,) = prompts[0].messages
     assert "you see a cabinet 1, a desk 1, a drawer 1, and a shelf 1." in message["content"]
     assert message["content"].endswith("Your task is to: put a mug in desk.")
@@ -151,7 +165,9 @@ def test_validation_plays_a_game_and_says_what_is_missing(data: Path, tmp_path: 
 
 
 def test_missing_data_is_named_with_its_fix(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has no folder train: run alfworld-download, and name the folder"):
+    with pytest.raises(
+        ConfigurationError, match="has no folder train: run alfworld-download, and name the folder"
+    ):
         world_at(tmp_path / "json_2.1.1").size("train")
 
 

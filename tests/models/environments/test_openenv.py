@@ -214,7 +214,7 @@ def test_a_server_that_dies_takes_all_its_episodes_and_no_new_one_begins(start, 
         with pytest.raises(TransientError, match="closed the session at a step"):
             episode.step("up")
         episode.close()
-    with pytest.raises(TransientError, match="cannot be reached .* start the server"):
+    with pytest.raises(TransientError, match=r"cannot be reached .* start the server"):
         world.begin(prompts[0], 0)
 
 
