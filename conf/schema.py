@@ -6,6 +6,7 @@ loaded, with a sentence that names the fix. What needs files or tokenizers is ch
 This module imports neither torch nor Prefect nor MLflow.
 """
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -127,6 +128,66 @@ class HouseholdEnvironment(EnvironmentSettings):
         return self
 
 
+class AlfworldEnvironment(EnvironmentSettings):
+    kind: Literal["alfworld"] = "alfworld"
+    path: str
+    """The folder json_2.1.1 that alfworld-download makes, with train, valid_seen and valid_unseen."""
+    max_turns: int = Field(50, ge=1)
+    instruction: str = ""
+    """Put before the game's introduction."""
+
+
+class OpenEnvEnvironment(EnvironmentSettings):
+    """A world behind an OpenEnv server."""
+
+    kind: Literal["openenv"] = "openenv"
+    base_url: str = Field(pattern=r"^(http|https|ws|wss)://[^/]")
+    """Address of the running server."""
+    action_field: str = Field(min_length=1)
+    """Field of the server's action that takes the policy's turn."""
+    observation_field: str = Field(min_length=1)
+    """Field of the server's observation that the policy reads; a.b.0 looks deeper."""
+    reset: dict[str, Any] = {"seed": "{seed}"}
+    """Arguments of the server's reset, which must determine the task. {seed} is another number for every prompt,
+    {split} train, validation or test, {index} the prompt's number: inside its split where {split} is passed too, else
+    test prompts come first, then validation, then training."""
+    instruction: str = ""
+    """Put before the first observation."""
+    max_turns: int = Field(15, ge=1)
+    train_prompts: int = Field(1000, ge=1)
+    validation_prompts: int = Field(100, ge=1)
+    test_prompts: int = Field(100, ge=1)
+    success_at: float = 1.0
+    """Reward of the last step from which a finished episode counts as a success."""
+    sessions: int = Field(16, ge=1)
+    """Sessions at once; the server must allow as many. A shard's rollouts are all in progress together."""
+    connect_seconds: float = Field(10.0, gt=0)
+    reply_seconds: float = Field(60.0, gt=0)
+    """A world that takes longer to answer ends the episode, unscored."""
+    revision: str = ""
+    """Version of the server's world, by your word: another one has rollouts sampled anew."""
+
+    @field_validator("reset")
+    @classmethod
+    def reset_determines_the_task(cls, reset: dict[str, Any]) -> dict[str, Any]:
+        named = {
+            name
+            for value in reset.values()
+            if isinstance(value, str)
+            for name in re.findall(r"{(\w+)}", value)
+        }
+        if unknown := sorted(named - {"seed", "index", "split"}):
+            raise ValueError(
+                f"environment.reset names {{{unknown[0]}}}: there are {{seed}}, {{index}} and {{split}}"
+            )
+        if not named & {"seed", "index"}:
+            raise ValueError(
+                f"environment.reset={reset} starts every prompt with the same task: pass {{seed}} or {{index}} in one "
+                "of its values"
+            )
+        return reset
+
+
 class PythonEnvironment(EnvironmentSettings):
     kind: Literal["python"] = "python"
     path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
@@ -136,7 +197,7 @@ class PythonEnvironment(EnvironmentSettings):
 
 
 AnyEnvironment = Annotated[
-    MathEnvironment | ReasoningGymEnvironment | HouseholdEnvironment | PythonEnvironment,
+    MathEnvironment | ReasoningGymEnvironment | HouseholdEnvironment | OpenEnvEnvironment | PythonEnvironment,
     Field(discriminator="kind"),
 ]
 
@@ -602,6 +663,32 @@ class GleanerSettings(Settings):
                 f"update.tokens_per_microbatch={self.update.tokens_per_microbatch} does not hold one rollout of "
                 f"sampling.max_new_tokens={turn} and its prompt: raise it (policy.context={self.policy.context} "
                 "always suffices)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_shard_has_its_sessions(self) -> Self:
+        if not isinstance(self.environment, OpenEnvEnvironment):
+            return self
+        sessions = self.environment.sessions
+        for name, rollouts in (
+            ("sampling.rows_per_shard", self.sampling.rows_per_shard),
+            ("run.group_size", self.run.group_size),
+            ("evaluation.samples", self.evaluation.samples),
+        ):
+            if rollouts > sessions:
+                raise ValueError(
+                    f"{name}={rollouts} opens more sessions than environment.sessions={sessions}: lower it, or raise "
+                    "environment.sessions and what the server allows"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def a_warm_start_has_its_expert(self) -> Self:
+        if self.warmstart is not None and isinstance(self.environment, OpenEnvEnvironment):
+            raise ValueError(
+                "environment=openenv has no expert to imitate: set warmstart=null, and choose a policy that can act "
+                "already (policy=smollm2, policy=pretrained)"
             )
         return self
 

@@ -4,9 +4,11 @@ import inspect
 
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import (
+    AlfworldEnvironment,
     AnyEnvironment,
     HouseholdEnvironment,
     MathEnvironment,
+    OpenEnvEnvironment,
     PythonEnvironment,
     ReasoningGymEnvironment,
 )
@@ -49,6 +51,14 @@ def make_environment(settings: AnyEnvironment, seed: int) -> Environment:
         from gleaner.models.environments.household import Household
 
         return Household(settings, seed)
+    if isinstance(settings, AlfworldEnvironment):
+        from gleaner.models.environments.alfworld import Alfworld
+
+        return Alfworld(settings)
+    if isinstance(settings, OpenEnvEnvironment):
+        from gleaner.models.environments.openenv import OpenEnv
+
+        return OpenEnv(settings, seed)
     return _user_environment(settings, seed)
 
 

@@ -27,6 +27,12 @@ from gleaner.conf.schema import (
 
 NEEDED = {
     "environment=math": ["environment.path=my.jsonl"],
+    "environment=alfworld": ["environment.path=json_2.1.1"],
+    "environment=openenv": [
+        "environment.base_url=http://localhost:8000",
+        "environment.action_field=message",
+        "environment.observation_field=text",
+    ],
     "environment=python": ["environment.path=world.py:World"],
     "policy=pretrained": ["policy.path=some/model"],
     "method=gats": ["method.teacher.run=a-run"],
