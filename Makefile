@@ -49,8 +49,8 @@ demo: $(INSTALLED) ## Train two tiny policies in about ten minutes, and show wha
 ui: $(INSTALLED) ## Open the pages of Prefect and MLflow on this folder's runs.
 	$(BIN)/gleaner ui
 
-test: $(INSTALLED) ## The fast tests, as CI runs them (under 15 minutes on two cores).
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## The fast tests, as CI runs them, two files at a time (under 15 minutes on two cores).
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(INSTALLED) ## Real servers, vLLM, large weights, minutes of training (under an hour).
 	$(BIN)/python -m pytest -m slow
