@@ -150,6 +150,7 @@ def test_the_report_folder_holds_plots_rollouts_and_a_summary(small):
     assert {row["when"] for row in shown} == {"before", "after", "training"}
     assert "validation/success" in entries_of(settings)[1]["metrics"]
     assert summary.before.keys() == summary.after.keys()
+    assert summary.validated["validation/scored"] == 3
 
 
 def test_a_training_split_smaller_than_a_step_gives_all_it_has_once(small):
