@@ -288,13 +288,16 @@ def a_lease_that_is_renewed_is_waited_for(store):
 def a_maker_renews_its_own_lease(store):
     """Making takes several times the lease, and nobody takes it over."""
 
+    begun = threading.Event()
+
     def make(seconds):
+        begun.set()
         time.sleep(seconds)
         return Record({}, {"seconds": seconds})
 
     with ThreadPoolExecutor(2) as pool:
         slow = pool.submit(store.memoise, "k", lambda: make(4), lease_seconds=1.5)
-        time.sleep(0.2)
+        assert begun.wait(60)
         fast = pool.submit(store.memoise, "k", lambda: make(0), lease_seconds=1.5)
         assert slow.result()[1] is False
         assert fast.result() == (slow.result()[0], True)
