@@ -9,6 +9,8 @@ from gleaner.conf.schema import (
     MathEnvironment,
     PythonEnvironment,
     ReasoningGymEnvironment,
+    ScienceworldEnvironment,
+    TextworldExpressEnvironment,
 )
 from gleaner.models.environments.base import Environment
 from gleaner.models.plugins import load_object
@@ -49,6 +51,14 @@ def make_environment(settings: AnyEnvironment, seed: int) -> Environment:
         from gleaner.models.environments.household import Household
 
         return Household(settings, seed)
+    if isinstance(settings, TextworldExpressEnvironment):
+        from gleaner.models.environments.textworld_express import TextworldExpress
+
+        return TextworldExpress(settings)
+    if isinstance(settings, ScienceworldEnvironment):
+        from gleaner.models.environments.scienceworld import Scienceworld
+
+        return Scienceworld(settings)
     return _user_environment(settings, seed)
 
 
