@@ -7,7 +7,7 @@ This module imports neither torch nor Prefect nor MLflow.
 """
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -188,6 +188,100 @@ class OpenEnvEnvironment(EnvironmentSettings):
         return reset
 
 
+TextworldGameName = Literal["twc", "cookingworld", "coin"]
+TEXTWORLD_PARAMETERS: dict[str, dict[str, tuple[int, int]]] = {
+    "twc": {
+        "numLocations": (1, 3), "numItemsToPutAway": (1, 10), "includeDoors": (0, 1), "limitInventorySize": (0, 1),
+    },
+    "cookingworld": {
+        "numLocations": (1, 11), "numIngredients": (1, 5), "numDistractorItems": (0, 10), "includeDoors": (0, 1),
+        "limitInventorySize": (0, 1),
+    },
+    "coin": {
+        "numLocations": (1, 11), "numDistractorItems": (0, 10), "includeDoors": (0, 1), "limitInventorySize": (0, 1),
+    },
+}  # fmt: skip
+"""Lowest and highest value of each game's parameters, as TextWorldExpress documents them."""
+
+
+class TextworldExpressEnvironment(EnvironmentSettings):
+    kind: Literal["textworld_express"] = "textworld_express"
+    max_turns: int = Field(20, ge=1)
+    game: TextworldGameName = "twc"
+    parameters: dict[str, int] = {}
+    """The game's own parameters, for instance numLocations; the engine's defaults for those left out."""
+    valid_actions: bool = True
+    """List the valid actions in every observation, as a tiny policy needs it."""
+    parallel_episodes: int = Field(2, ge=1)
+    """Java processes at most; each holds many episodes and answers one at a time."""
+
+    @model_validator(mode="after")
+    def game_has_these_parameters(self) -> Self:
+        known = TEXTWORLD_PARAMETERS[self.game]
+        for name, value in self.parameters.items():
+            if name not in known:
+                raise ValueError(
+                    f"environment.parameters.{name} is no parameter of {self.game}: it has {', '.join(known)}"
+                )
+            lowest, highest = known[name]
+            if not lowest <= value <= highest:
+                raise ValueError(
+                    f"environment.parameters.{name}={value}: {self.game} takes {lowest} to {highest}"
+                )
+        return self
+
+
+ScienceworldTask = Literal[
+    "boil", "change-the-state-of-matter-of", "chemistry-mix", "chemistry-mix-paint-secondary-color",
+    "chemistry-mix-paint-tertiary-color", "find-animal", "find-living-thing", "find-non-living-thing", "find-plant",
+    "freeze", "grow-fruit", "grow-plant", "identify-life-stages-1", "identify-life-stages-2",
+    "inclined-plane-determine-angle", "inclined-plane-friction-named-surfaces",
+    "inclined-plane-friction-unnamed-surfaces", "lifespan-longest-lived",
+    "lifespan-longest-lived-then-shortest-lived", "lifespan-shortest-lived", "measure-melting-point-known-substance",
+    "measure-melting-point-unknown-substance", "melt", "mendelian-genetics-known-plant",
+    "mendelian-genetics-unknown-plant", "power-component", "power-component-renewable-vs-nonrenewable-energy",
+    "test-conductivity", "test-conductivity-of-unknown-substances", "use-thermometer",
+]  # fmt: skip
+ELECTRICAL_TASKS = ("power-component", "conductivity")
+"""Parts of the names of tasks that cannot be done without electrical actions."""
+
+
+class ScienceworldEnvironment(EnvironmentSettings):
+    kind: Literal["scienceworld"] = "scienceworld"
+    max_turns: int = Field(30, ge=1)
+    tasks: list[ScienceworldTask] = Field(list(get_args(ScienceworldTask)), min_length=1)
+    """Tasks, whose prompts take turns."""
+    simplifications: list[
+        Literal[
+            "easy", "teleportAction", "openContainers", "openDoors", "selfWateringFlowerPots", "noElectricalAction",
+        ]
+    ] = []  # fmt: skip
+    """The engine's own; easy means all that the task allows."""
+    valid_actions: int = Field(0, ge=0)
+    """At most so many valid actions are listed in every observation, evenly over all of them (there may be thousands,
+    and finding them takes longer than a step); 0: none."""
+    longest_observation: int = Field(1200, ge=100)
+    """Characters after which an observation is cut, so that an episode fits into the context."""
+    parallel_episodes: int = Field(2, ge=1)
+    """Java processes at most; each holds many episodes and answers one at a time."""
+
+    @model_validator(mode="after")
+    def tasks_differ(self) -> Self:
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError("environment.tasks names a task twice: list each once")
+        return self
+
+    @model_validator(mode="after")
+    def tasks_can_be_done(self) -> Self:
+        electrical = [task for task in self.tasks if any(part in task for part in ELECTRICAL_TASKS)]
+        if "noElectricalAction" in self.simplifications and electrical:
+            raise ValueError(
+                f"environment.simplifications: {electrical[0]} cannot be done under noElectricalAction: remove one "
+                "of them (easy leaves it out where it must)"
+            )
+        return self
+
+
 class PythonEnvironment(EnvironmentSettings):
     kind: Literal["python"] = "python"
     path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
@@ -197,7 +291,13 @@ class PythonEnvironment(EnvironmentSettings):
 
 
 AnyEnvironment = Annotated[
-    MathEnvironment | ReasoningGymEnvironment | HouseholdEnvironment | OpenEnvEnvironment | PythonEnvironment,
+    MathEnvironment
+    | ReasoningGymEnvironment
+    | HouseholdEnvironment
+    | TextworldExpressEnvironment
+    | ScienceworldEnvironment
+    | OpenEnvEnvironment
+    | PythonEnvironment,
     Field(discriminator="kind"),
 ]
 

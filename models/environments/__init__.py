@@ -11,6 +11,8 @@ from gleaner.conf.schema import (
     OpenEnvEnvironment,
     PythonEnvironment,
     ReasoningGymEnvironment,
+    ScienceworldEnvironment,
+    TextworldExpressEnvironment,
 )
 from gleaner.models.environments.base import Environment
 from gleaner.models.plugins import load_object
@@ -59,6 +61,14 @@ def make_environment(settings: AnyEnvironment, seed: int) -> Environment:
         from gleaner.models.environments.openenv import OpenEnv
 
         return OpenEnv(settings, seed)
+    if isinstance(settings, TextworldExpressEnvironment):
+        from gleaner.models.environments.textworld_express import TextworldExpress
+
+        return TextworldExpress(settings)
+    if isinstance(settings, ScienceworldEnvironment):
+        from gleaner.models.environments.scienceworld import Scienceworld
+
+        return Scienceworld(settings)
     return _user_environment(settings, seed)
 
 
