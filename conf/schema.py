@@ -197,7 +197,12 @@ class PythonEnvironment(EnvironmentSettings):
 
 
 AnyEnvironment = Annotated[
-    MathEnvironment | ReasoningGymEnvironment | HouseholdEnvironment | OpenEnvEnvironment | PythonEnvironment,
+    MathEnvironment
+    | ReasoningGymEnvironment
+    | HouseholdEnvironment
+    | AlfworldEnvironment
+    | OpenEnvEnvironment
+    | PythonEnvironment,
     Field(discriminator="kind"),
 ]
 

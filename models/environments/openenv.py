@@ -4,8 +4,8 @@ The wire protocol is that of OpenEnv 0.10 (`openenv.core.env_server.types`). A c
 "close", "data": …} to BASE_URL/ws; the server answers {"type": "observation", "data": {observation, reward, done}} or
 {"type": "error", "data": {message, code}}.
 
-It is spoken here directly: the openenv package needs an older mcp than the pinned stack holds, and its client reconnects by
-itself, so that after a lost connection the next step reaches a new world in the middle of an episode.
+It is spoken here directly: the openenv package needs an older mcp than the pinned stack holds, and its client
+reconnects by itself, so that after a lost connection the next step reaches a new world in the middle of an episode.
 
 Nobody can replay such a world, so the server's own reward is the outcome. It is read at the step that ends the episode.
 """

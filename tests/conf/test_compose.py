@@ -32,6 +32,7 @@ NEEDED = {
         "environment.base_url=http://localhost:8000",
         "environment.action_field=message",
         "environment.observation_field=text",
+        "warmstart=null",
     ],
     "environment=python": ["environment.path=world.py:World"],
     "policy=pretrained": ["policy.path=some/model"],
@@ -219,7 +220,7 @@ def test_values_from_the_environment_are_resolved(monkeypatch: pytest.MonkeyPatc
             "environment.dataset is no setting of environment.kind=household: remove it, "
             "or choose environment=reasoning_gym",
         ),
-        (["environment=mth"], "environment=mth is no preset: choose one of gsm8k, household, math"),
+        (["environment=mth"], "environment=mth is no preset: choose one of alfworld, gsm8k, household, math"),
         (["environment=mth"], "environment=python environment.path=FILE.py:CLASS"),
         (["policy=Qwen/Q"], "for a folder or hub id write policy=pretrained policy.path=Qwen/Q"),
         (
