@@ -296,6 +296,7 @@ AnyEnvironment = Annotated[
     | HouseholdEnvironment
     | TextworldExpressEnvironment
     | ScienceworldEnvironment
+    | AlfworldEnvironment
     | OpenEnvEnvironment
     | PythonEnvironment,
     Field(discriminator="kind"),

@@ -32,6 +32,7 @@ NEEDED = {
         "environment.base_url=http://localhost:8000",
         "environment.action_field=message",
         "environment.observation_field=text",
+        "warmstart=null",
     ],
     "environment=python": ["environment.path=world.py:World"],
     "policy=pretrained": ["policy.path=some/model"],
