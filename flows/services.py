@@ -93,18 +93,23 @@ def running(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started."""
+    end_family(process.pid)
+    process.wait()
+
+
+def end_family(pid: int) -> None:
     """End a process and what it started: first asked, then killed."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        family = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.terminate()
         for member in psutil.wait_procs(family, timeout=10)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-    process.wait()
 
 
 def _await(server: subprocess.Popen[bytes], health: str, name: str, log: Path) -> None:

@@ -35,6 +35,12 @@ NEEDED = {
         "warmstart=null",
     ],
     "environment=python": ["environment.path=world.py:World"],
+    "experiment=gats_alfworld": ["environment.path=json_2.1.1"],
+    "experiment=gats_webshop": [
+        "environment.base_url=http://localhost:8000",
+        "environment.action_field=action",
+        "environment.observation_field=text",
+    ],
     "policy=pretrained": ["policy.path=some/model"],
     "method=gats": ["method.teacher.run=a-run"],
     "method=graft": ["method.peer.run=a-run"],

@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from gleaner.conf.schema import LocalStorage
+from gleaner.flows.children import FORKS
 from gleaner.tasks.faults import VARIABLE
 from gleaner.tasks.journal import Journal
 from gleaner.tasks.store import ObjectStore
@@ -62,12 +62,6 @@ class Started:
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
-
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [f"gleaner.flows.{name}" for name in ("grpo", "gats", "graft", "warmstart", "console", "cli")]
-)
 
 
 def _command_line(folder: Path, words: list[str], variables: dict[str, str], log: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_comparison_is_tuned_killed_in_the_middle_and_resumed(prefect_api, tmp
 
 def _trains(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "gleaner.flows.child" in process.cmdline()
+        return process.status() != psutil.STATUS_ZOMBIE and "forkserver" in " ".join(process.cmdline())
     except psutil.Error:
         return False
 
