@@ -78,6 +78,22 @@ def test_every_candidate_is_shown_and_the_chosen_one_is_bold():
     assert "| grpo | **update.lr=0.2** | 0.450 | 0.500, 0.400 |" in lines
 
 
+def test_the_smoke_comparison_runs_its_arms_on_equal_budgets_and_reports_them(
+    prefect_api, tmp_path, monkeypatch
+):
+    """Six real runs in processes of their own. The search before it, a kill and the resume are the slow test's."""
+    monkeypatch.chdir(tmp_path)
+    settings = compose(["compare=gats_smoke"], CompareSettings).model_copy(update={"tune": None})
+    report = compare(settings)
+    arms = report["arms"]
+    assert arms["grpo"]["budget"]["rollouts"] == arms["gats"]["budget"]["rollouts"] == settings.budget_rollouts
+    assert arms["gats"]["budget"]["forward_tokens/teacher"] > 0
+    assert arms["gats"]["needed"]["rollouts"] == 16  # the teacher's one step of 4 x 4
+    assert arms["grpo"]["needed"] == {}
+    assert len(report["contrasts"][0]["final"]["differences_S"]) == 2
+    assert (tmp_path / ".gleaner/runs/gats_smoke/report.md").stat().st_size > 500
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_comparison_is_tuned_killed_in_the_middle_and_resumed(prefect_api, tmp_path, monkeypatch):
