@@ -169,6 +169,7 @@ def read_outcome(run: PlannedRun, plan: Sequence[PlannedRun], summaries: Summari
         ),
         recovered=sum(found.get("signal/recovered", 0.0) for found in metrics) / max(1, len(metrics)),
         teacher=metrics[0].get("gats/M_T") if metrics else None,
+        teacher_episodes=metrics[0].get("gats/M_T_episodes", 0.0) if metrics else 0.0,
     )
 
 
@@ -229,7 +230,12 @@ def _report(
     }
     evaluated = next(run.settings.evaluation for run in plan if run.part in outcomes)
     episodes = evaluated.test_prompts * evaluated.samples
-    text = report_markdown(settings, arms, pairs, points, slope, episodes)
+    unsteady = sorted(
+        arm
+        for arm, members in outcomes.items()
+        if any(o.teacher is not None and o.teacher_episodes < CLAIM_EPISODES for o in members)
+    )
+    text = report_markdown(settings, arms, pairs, points, slope, episodes, unsteady)
     (folder / "report.md").write_text(text)
     (folder / "report.json").write_text(json.dumps(plain, indent=1))
     files = ["report.md", "report.json", *_plots(settings, outcomes, pairs, points)]
@@ -295,11 +301,13 @@ def report_markdown(
     points: Sequence[GapPoint],
     slope: Interval | None,
     test_episodes: int,
+    unsteady: Sequence[str] = (),
 ) -> str:
     """The report: a table of arms with their budgets, one of contrasts, and one of gaps where teachers guided.
 
     Args:
         test_episodes: behind each run's final success; 0 if it is a validation success.
+        unsteady: arms whose M_T was measured on too few episodes, or set by hand.
     """
     seeds = len(settings.seeds)
     final = (
@@ -341,6 +349,12 @@ def report_markdown(
         lines += ["", f"{seeds} seeds show mechanics, not a gain: a claim needs at least {CLAIM_SEEDS}."]
     if test_episodes < CLAIM_EPISODES:
         lines += ["", f"{test_episodes:,} test episodes a run: a claim needs at least {CLAIM_EPISODES:,}."]
+    if unsteady:
+        lines += [
+            "",
+            f"M_T of {', '.join(unsteady)} was set by hand or measured on fewer than {CLAIM_EPISODES:,} training "
+            "episodes: their gate may follow its error.",
+        ]
     return "\n".join(lines) + "\n"
 
 

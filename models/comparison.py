@@ -45,6 +45,7 @@ class Outcome:
         needed: the same, summed over the runs that it built on (teachers, matched runs).
         recovered: mean share of all-fail groups that moved the policy.
         teacher: M_T, where a teacher guided it.
+        teacher_episodes: those that M_T is a mean over; 0 where it was set by hand.
     """
 
     policy: Trained
@@ -53,6 +54,7 @@ class Outcome:
     needed: dict[str, float] = field(default_factory=dict)
     recovered: float = 0.0
     teacher: float | None = None
+    teacher_episodes: float = 0.0
 
 
 @dataclass(frozen=True)

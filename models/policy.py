@@ -102,13 +102,16 @@ class Policy:
         return cast(PreTrainedModel, plain)
 
 
-def build_policy(settings: AnyPolicy, environment: Environment, seed: int) -> Policy:
+def build_policy(
+    settings: AnyPolicy, environment: Environment, seed: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Policy:
     """Build or load the start policy.
 
     Args:
         environment: whose prompts and demonstrations train a tiny policy's tokenizer. One for every seed of a
             comparison: a teacher scores the student's tokens only if both have one tokenizer.
         seed: of a tiny policy's weights and of LoRA's; the tokenizer does not depend on it.
+        tokenizer: a tiny policy's, if it is trained already.
 
     Raises:
         ConfigurationError: a path or hub id cannot be loaded, or lacks what a policy needs.
@@ -116,7 +119,7 @@ def build_policy(settings: AnyPolicy, environment: Environment, seed: int) -> Po
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = (
-            build_tiny(settings, environment)
+            build_tiny(settings, tokenizer or train_tokenizer(environment, settings.vocabulary))
             if isinstance(settings, TinyPolicy)
             else load_pretrained(settings)
         )
@@ -126,13 +129,12 @@ def build_policy(settings: AnyPolicy, environment: Environment, seed: int) -> Po
 # ---------------------------------------------------------------------------------------------------- tiny
 
 
-def build_tiny(settings: TinyPolicy, environment: Environment) -> Policy:
+def build_tiny(settings: TinyPolicy, tokenizer: PreTrainedTokenizerBase) -> Policy:
     """A Llama-shaped policy with random weights: multi-query attention, tied embeddings, float32.
 
     Llama, not Qwen2: for a Qwen2 folder transformers ignores the tokenizer's own splitting and normalises text, so
     the saved policy would not encode as the trained one did.
     """
-    tokenizer = train_tokenizer(environment, settings.vocabulary)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden,

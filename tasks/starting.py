@@ -13,6 +13,7 @@ from gleaner.tasks.context import RunContext
 from gleaner.tasks.keys import cache_key, code_version, digest_json
 from gleaner.tasks.phase import Made, phase
 from gleaner.tasks.store import Record
+from gleaner.tasks.tokenizers import tokenizer_of
 
 
 @phase(gpu=True)
@@ -60,7 +61,8 @@ def _make(context: RunContext, version: str) -> Record:
         return Record({}, {"version": version, "metrics": {}}, code)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "policy"
-        policy = build_policy(settings.policy, context.shared_environment, settings.run.seed)
+        tokenizer = tokenizer_of(context, settings.policy) if settings.policy.kind == "tiny" else None
+        policy = build_policy(settings.policy, context.shared_environment, settings.run.seed, tokenizer)
         metrics: dict[str, float] = {}
         if settings.warmstart is not None:
             started = time.perf_counter()

@@ -4,7 +4,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from gleaner.conf.schema import (
     GraftMethod,
     PretrainedPolicy,
     TeacherSettings,
-    TinyPolicy,
     TransformersEngine,
 )
 from gleaner.models.engines import make_engine
@@ -28,7 +27,6 @@ from gleaner.models.policy import (
     load_pretrained,
     load_tokenizer,
     tokenizer_digest,
-    train_tokenizer,
 )
 from gleaner.tasks import journal
 from gleaner.tasks.context import RunContext
@@ -40,6 +38,7 @@ from gleaner.tasks.residents import frozen_engine
 from gleaner.tasks.sampling import load_rollouts
 from gleaner.tasks.scoring import Scores
 from gleaner.tasks.store import Record
+from gleaner.tasks.tokenizers import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,7 @@ def check_teacher(context: RunContext) -> list[str]:
         horizon_of(context)
     except ConfigurationError as error:
         return [str(error)]
-    policy = context.settings.policy
-    student = (
-        train_tokenizer(context.shared_environment, policy.vocabulary)
-        if isinstance(policy, TinyPolicy)
-        else load_tokenizer(policy)
-    )
+    student = tokenizer_of(context, context.settings.policy)
     if tokenizer_digest(student) != teacher.tokenizer:
         return [
             "the teacher's tokenizer is not the policy's, so it speaks of other tokens: choose a teacher "
@@ -155,7 +149,9 @@ def guidance_at(context: RunContext, step: int, before: Progress) -> Guidance:
     """The teacher's weight in a step."""
     settings = teacher_settings(context)
     assert settings is not None, "asked for the guidance of a method that has no teacher"
-    return guidance(settings, step, before, find_teacher(context).success, horizon_of(context))
+    teacher = find_teacher(context)
+    decided = guidance(settings, step, before, teacher.success, horizon_of(context))
+    return replace(decided, teacher_episodes=teacher.episodes)
 
 
 @phase(gpu=True)

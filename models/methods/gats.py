@@ -43,12 +43,14 @@ class Guidance:
         weight: (1 - d) * lambda, in [0, 1]; at 0 the teacher is not asked.
         student, teacher: M_S and M_T.
         withdrawn_at: as in `Progress`, after this step's decision.
+        teacher_episodes: training episodes that M_T is a mean over; 0 where it was set by hand and measures nothing.
     """
 
     weight: float
     student: float
     teacher: float
     withdrawn_at: int | None
+    teacher_episodes: int = 0
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -56,6 +58,7 @@ class Guidance:
             "gats/lambda": self.weight,
             "gats/M_S": self.student,
             "gats/M_T": self.teacher,
+            "gats/M_T_episodes": float(self.teacher_episodes),
             "gats/gap": self.teacher - self.student,
             "gats/withdrawn": float(self.withdrawn_at is not None),
         }

@@ -84,14 +84,17 @@ def test_the_smoke_comparison_runs_its_arms_on_equal_budgets_and_reports_them(
     """Six real runs in processes of their own. The search before it, a kill and the resume are the slow test's."""
     monkeypatch.chdir(tmp_path)
     settings = compose(["compare=gats_smoke"], CompareSettings).model_copy(update={"tune": None})
-    report = compare(settings)
-    arms = report["arms"]
-    assert arms["grpo"]["budget"]["rollouts"] == arms["gats"]["budget"]["rollouts"] == settings.budget_rollouts
+    found = compare(settings)
+    arms = found["arms"]
+    assert (
+        arms["grpo"]["budget"]["rollouts"] == arms["gats"]["budget"]["rollouts"] == settings.budget_rollouts
+    )
     assert arms["gats"]["budget"]["forward_tokens/teacher"] > 0
     assert arms["gats"]["needed"]["rollouts"] == 16  # the teacher's one step of 4 x 4
     assert arms["grpo"]["needed"] == {}
-    assert len(report["contrasts"][0]["final"]["differences_S"]) == 2
-    assert (tmp_path / ".gleaner/runs/gats_smoke/report.md").stat().st_size > 500
+    assert len(found["contrasts"][0]["final"]["differences_S"]) == 2
+    report = (tmp_path / ".gleaner/runs/gats_smoke/report.md").read_text()
+    assert "M_T of gats was set by hand or measured on fewer than 1,000 training episodes" in report
 
 
 @pytest.mark.slow

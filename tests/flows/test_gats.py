@@ -36,6 +36,7 @@ def test_a_teacher_moves_all_fail_groups_and_its_forward_tokens_are_counted(smal
     first, second = entries_of(settings)
     assert first["metrics"]["gats/lambda"] == 1.0
     assert first["metrics"]["gats/M_T"] == 0.5
+    assert first["metrics"]["gats/M_T_episodes"] == 0  # set by hand
     assert first["metrics"]["groups/all_fail"] > 0
     for entry in (first, second):
         if not entry["metrics"]["gats/withdrawn"] and entry["metrics"]["groups/all_fail"]:
