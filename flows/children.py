@@ -91,6 +91,12 @@ def _settle(
             _settle(other, ended, waiting, missing)
 
 
+def prepare_children() -> None:
+    """Begin to load what runs import, in the process that they will be forked from. Returns at once."""
+    with _one_thread():  # numerical libraries read it as they load
+        forkserver.ensure_running()
+
+
 class _Children:
     """The processes that run, so that all of them end when this one is told to."""
 
@@ -98,8 +104,7 @@ class _Children:
         self._started: list[ForkServerProcess] = []
         self._lock = threading.Lock()
         self._stopping = False
-        with _one_thread():  # numerical libraries read it as they load
-            forkserver.ensure_running()
+        prepare_children()
 
     def run(self, settings: GleanerSettings) -> Summary | ChildFailedError:
         folder = RUNS_FOLDER / run_name(settings)

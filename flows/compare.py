@@ -15,7 +15,7 @@ from rich.console import Console
 from gleaner.conf.plan import PlannedRun, candidates, plan_test, plan_tuning, tuning_name
 from gleaner.conf.schema import CompareSettings, GleanerSettings, Tuned
 from gleaner.conf.tuned import apply_tuned, choice, write_tuned
-from gleaner.flows.children import run_children
+from gleaner.flows.children import prepare_children, run_children
 from gleaner.flows.console import progress_bars
 from gleaner.flows.services import prefect_server
 from gleaner.models.comparison import (
@@ -51,6 +51,7 @@ def compare(settings: CompareSettings) -> dict[str, Any]:
         ConfigurationError: settings are wrong, or a declared search was not made yet.
     """
     plan = plan_test(apply_tuned(settings))
+    prepare_children()
     with (
         prefect_server(RUNS_FOLDER / settings.name / "prefect-server.log"),
         progress_bars([run.settings for run in plan]),
@@ -68,6 +69,7 @@ def tune(settings: CompareSettings) -> Tuned:
         ConfigurationError: settings are wrong, or they declare no search.
     """
     plan = plan_tuning(settings)
+    prepare_children()
     with (
         prefect_server(RUNS_FOLDER / settings.name / "prefect-server.log"),
         progress_bars([run.settings for run in plan]),

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from gleaner.conf.compose import compose, run_name
-from gleaner.flows.children import run_children
+from gleaner.flows.children import prepare_children, run_children
 from gleaner.flows.console import progress_bars
 from gleaner.flows.services import prefect_server
 from gleaner.models.plots import before_after_plot, learning_plot
@@ -36,6 +36,7 @@ def demo() -> None:
     console.print(
         "Starting a Prefect server, then both runs; a run that has finished before is read, not repeated."
     )
+    prepare_children()
     with prefect_server(FOLDER / "prefect-server.log"), progress_bars(runs):
         summaries = run_children(runs, parallel=2)
     FOLDER.mkdir(parents=True, exist_ok=True)
