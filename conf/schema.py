@@ -363,7 +363,7 @@ class WarmstartSettings(Settings):
     """Supervised fine-tuning on the environment's expert demonstrations, before RL."""
 
     demonstrations: int = Field(400, ge=1)
-    topics: dict[str, Annotated[int, Field(ge=1)]] = {}
+    topics: dict[str, Annotated[int, Field(ge=1)]] | None = None
     """Instead of `demonstrations`: how many of each topic, so that peers start with complementary skills. A topic is
     the object to move in household, and the data set in reasoning_gym's composite."""
     noise: float = Field(0.0, ge=0, le=1)

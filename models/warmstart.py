@@ -99,23 +99,25 @@ def demonstrations(
     Raises:
         ConfigurationError: the environment knows no topics, or one of them never comes up.
     """
-    if not settings.topics:
+    topics = settings.topics
+    if not topics:
         return environment.demonstrations(settings.demonstrations, settings.noise, seed)
     if not isinstance(environment, HasTopics):
         raise ConfigurationError(
-            f"{environment.name} has no topics: remove warmstart.topics, or give the environment a method topic(prompt)"
+            f"{environment.name} has no topics: set warmstart.topics=null, or give the environment a method "
+            "topic(prompt)"
         )
-    wanted = sum(settings.topics.values())
+    wanted = sum(topics.values())
     for times in TOPIC_DRAWS:
         by_topic: dict[str, list[Demonstration]] = defaultdict(list)
         for each in environment.demonstrations(wanted * times, settings.noise, seed):
             by_topic[environment.topic(each.prompt)].append(each)
-        if all(len(by_topic[topic]) >= count for topic, count in settings.topics.items()):
-            return [each for topic, count in settings.topics.items() for each in by_topic[topic][:count]]
-    short = next(topic for topic, count in settings.topics.items() if len(by_topic[topic]) < count)
+        if all(len(by_topic[topic]) >= count for topic, count in topics.items()):
+            return [each for topic, count in topics.items() for each in by_topic[topic][:count]]
+    short = next(topic for topic, count in topics.items() if len(by_topic[topic]) < count)
     found = ", ".join(f"{topic} {len(each)}" for topic, each in sorted(by_topic.items()) if each)
     raise ConfigurationError(
-        f"warmstart.topics asks for {settings.topics[short]} demonstrations of {short}, but of {wanted * times} drawn "
+        f"warmstart.topics asks for {topics[short]} demonstrations of {short}, but of {wanted * times} drawn "
         f"ones {found} are: choose among these, or lower the number"
     )
 

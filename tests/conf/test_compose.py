@@ -362,3 +362,10 @@ def test_mistakes_in_a_comparison_are_explained() -> None:
         "bugdet_rollouts is no setting: did you mean budget_rollouts?"
     )
     assert "baseline=foo is not an arm: name one of grpo" in refusal("baseline=foo", root=CompareSettings)
+
+
+def test_null_takes_a_presets_topics_away() -> None:
+    half = ["experiment=graft_household", "warmstart.topics=null", "warmstart.demonstrations=7"]
+    settings = compose(half)
+    assert settings.warmstart is not None
+    assert (settings.warmstart.topics, settings.warmstart.demonstrations) == (None, 7)
