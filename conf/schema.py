@@ -592,7 +592,66 @@ class GraftMethod(GroupRelative):
         return self
 
 
-AnyMethod = Annotated[GrpoMethod | GatsMethod | GraftMethod, Field(discriminator="kind")]
+class CriticSettings(Settings):
+    """What judges each token of a rollout (PPO), and what it may read beside the rollout (piPPO)."""
+
+    policy: AnyPolicy | None = None
+    """A causal language model with the policy's tokenizer, no larger than it; empty: the policy's own shape and start
+    weights."""
+    warmstart: WarmstartSettings | None = None
+    """Of a critic with its own `policy`."""
+    lr: float = Field(1e-5, gt=0)
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps of the critic for each batch of rollouts."""
+    value_clip: float | None = Field(0.5, gt=0)
+    """How far a value may move in an update before its error counts no less (verl); empty: plain squares."""
+    warmup_steps: int = Field(0, ge=0)
+    """Of run.steps, those at the start in which the critic alone learns, on rollouts of the start policy."""
+    context: Literal["contrast", "success", "failure", "answer", "none"] = "contrast"
+    """Siblings of the judged rollout that the critic reads: one verified success and one failure; two of one polarity
+    (ablations); the ground-truth answer alone (ablation); nothing (plain PPO)."""
+    labels: Literal["true", "shuffled", "hidden"] = "true"
+    """shuffled: a fair coin for every reference; hidden: no label at all (ablations)."""
+    dedupe: Literal["siblings", "none", "target"] = "siblings"
+    """References with the same text count once. `target` also leaves out copies of the judged rollout: BIASED, since
+    the rule then reads what it judges (only to show that bias)."""
+    reference_tokens: int = Field(512, ge=8)
+    """Most tokens of a reference; a longer one loses its middle."""
+    require_reading: bool = True
+    """After the warm-up, stop unless values are better with the rollout's own references than with another prompt's."""
+
+    @model_validator(mode="after")
+    def a_warm_start_has_its_critic(self) -> Self:
+        if self.warmstart is not None and self.policy is None:
+            raise ValueError(
+                "method.critic.warmstart belongs to a critic of its own: set method.critic.policy, or remove it"
+            )
+        return self
+
+
+class PippoMethod(GroupRelative):
+    """Proximal policy optimization whose critic reads verified siblings of the rollout it judges (arXiv 2609.37825).
+    With critic.context=none it is plain PPO with a critic."""
+
+    kind: Literal["pippo"] = "pippo"
+    critic: CriticSettings = CriticSettings()
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of generalized advantage estimation; at 1 with a terminal reward an advantage is reward minus value."""
+    whiten: bool = False
+    """Centre and scale advantages over the batch (VAPO, verl): the baseline is then no longer exactly unbiased."""
+
+    @model_validator(mode="after")
+    def every_group_counts(self) -> Self:
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "method.dynamic_sampling drops groups by the outcome of the rollouts that are judged, which biases a "
+                "critic's baseline: remove it"
+            )
+        return self
+
+
+AnyMethod = Annotated[GrpoMethod | GatsMethod | GraftMethod | PippoMethod, Field(discriminator="kind")]
 
 
 class UpdateSettings(Settings):
@@ -764,6 +823,24 @@ class GleanerSettings(Settings):
                 f"update.tokens_per_microbatch={self.update.tokens_per_microbatch} does not hold one rollout of "
                 f"sampling.max_new_tokens={turn} and its prompt: raise it (policy.context={self.policy.context} "
                 "always suffices)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_critic_has_room_for_its_references(self) -> Self:
+        method = self.method
+        if not isinstance(method, PippoMethod):
+            return self
+        critic = method.critic
+        rows = self.run.prompts_per_step * self.run.group_size
+        if critic.minibatches > rows:
+            raise ValueError(
+                f"method.critic.minibatches={critic.minibatches} exceeds the {rows} rollouts of a step: lower it"
+            )
+        if critic.policy is not None and critic.policy.context < self.policy.context:
+            raise ValueError(
+                f"method.critic.policy.context={critic.policy.context} does not hold what policy.context="
+                f"{self.policy.context} does, and the critic reads more than the policy: raise it"
             )
         return self
 

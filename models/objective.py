@@ -180,7 +180,8 @@ def loss_metrics(outputs: Iterable[Mapping[str, float]]) -> dict[str, float]:
         clip_low, clip_high (shares of the tokens with a gradient whose ratio is clipped away, by side),
         off_policy (share of tokens left out), ratio (mean), approx_kl (k3 estimate of KL(old || policy)),
         clip_peer (the same share of a peer's tokens, both sides), kl_sampler (mean of sampler - policy: KL(sampler ||
-        policy)), kl_reference, entropy, tokens. Measured before each optimizer step.
+        policy)), kl_reference, entropy, tokens. A critic's are value, value_error (mean squared) and tokens. Measured
+        before each optimizer step.
     """
     total: dict[str, float] = {}
     for sums in outputs:
@@ -190,6 +191,12 @@ def loss_metrics(outputs: Iterable[Mapping[str, float]]) -> dict[str, float]:
     def mean(name: str, count: str) -> float:
         return total.get(name, 0.0) / max(total.get(count, 0.0), 1.0)
 
+    if "tokens_value" in total:
+        return {
+            "value": mean("value", "tokens_value"),
+            "value_error": mean("value_error", "tokens_value"),
+            "tokens": total["tokens_value"],
+        }
     metrics = {
         "clip_low": mean("clipped_low", "active"),
         "clip_high": mean("clipped_high", "active"),
@@ -223,6 +230,17 @@ def value_loss(
         near_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
         error_N = torch.maximum(error_N, torch.where(used_N, near_N - returns_N, 0.0).square())
     return 0.5 * (coef_N * error_N).sum()
+
+
+def value_sums(values_N: Tensor, returns_N: Tensor, coef_N: Tensor) -> dict[str, Tensor]:
+    """What a critic's update measures, as sums over its tokens (`loss_metrics` makes means of them)."""
+    used_N = coef_N != 0
+    error_N = torch.where(used_N, values_N - returns_N, 0.0)
+    return {
+        "tokens_value": used_N.sum(),
+        "value": torch.where(used_N, values_N, 0.0).sum(),
+        "value_error": error_N.square().sum(),
+    }
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float | None:

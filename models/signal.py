@@ -6,6 +6,8 @@ update only sums:
 
     L = sum_t  -pg_coef_t * surrogate(ratio_t, advantage_t)  +  kl_coef_t * k3_t  +  distill_coef_t * D_t
 
+and for a critic's rows  sum_t value_coef_t * (V_t - return_t)^2 / 2  (clipped: `objective.value_loss`).
+
 Arrays of a row cover its learnable tokens (n of them), in double precision: folding costs no accuracy,
 whatever precision the update computes in.
 """
@@ -25,7 +27,7 @@ from pandera.errors import SchemaError
 from gleaner.conf.errors import ContractError, CorruptArtifactError, VerifierContractError
 from gleaner.models.records import GroupKind, Segment, Verdict
 
-SIGNAL_SCHEMA_VERSION = 1
+SIGNAL_SCHEMA_VERSION = 2
 
 DistillKind = Literal["none", "sampled", "topk"]
 """none; the sampled-token log-ratio against the teacher (GATS); reverse KL on a stored support (AdviSD,
@@ -173,6 +175,7 @@ class Objective:
         off_policy_delta: drop rows of negative advantage whose sampler is this much likelier than the policy.
         temperature: at which tokens were sampled and the ratio is computed.
         distill_temperature: of both distributions of a `topk` distillation term.
+        value_clip: of a critic's regression.
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -184,6 +187,7 @@ class Objective:
     off_policy_delta: float | None = None
     temperature: float = 1.0
     distill_temperature: float = 1.0
+    value_clip: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +214,7 @@ class SignalRow:
         teacher_logprobs: (n,) for `sampled`.
         support_tokens, support_ids, support_logprobs: for `topk`, (m,) indices of the tokens with a
             coefficient, and their supports (m, K).
-        returns, old_values: (n,) a critic's targets and its values before the update.
+        value_coef, returns, old_values: (n,) a critic's weights and targets, and its values before the update.
     """
 
     rollouts: str
@@ -238,6 +242,7 @@ class SignalRow:
     support_tokens: Ints | None = None
     support_ids: Ints | None = None
     support_logprobs: Floats | None = None
+    value_coef: Floats | None = None
     returns: Floats | None = None
     old_values: Floats | None = None
 
@@ -268,7 +273,7 @@ class SignalRow:
         moved = bool(self.pg_weight.any())
         moved |= self.kl_coef is not None and bool(self.kl_coef.any())
         moved |= self.distill_coef is not None and bool(self.distill_coef.any())
-        return moved or self.returns is not None
+        return moved or (self.value_coef is not None and bool(self.value_coef.any()))
 
 
 def row_of(
@@ -337,6 +342,7 @@ _FLOAT_COLUMNS = (
     "reference_logprobs",
     "distill_coef",
     "teacher_logprobs",
+    "value_coef",
     "returns",
     "old_values",
 )

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from gleaner.conf.errors import ConfigurationError, ContractError, CorruptArtifactError, OutOfMemoryError
 from gleaner.conf.schema import UpdateSettings
 from gleaner.models.logprobs import chunked_logprobs, chunked_support_logprobs
-from gleaner.models.objective import TokenBatch, loss_metrics, policy_loss
+from gleaner.models.objective import (
+    LossOutputs,
+    TokenBatch,
+    loss_metrics,
+    policy_loss,
+    value_loss,
+    value_sums,
+)
 from gleaner.models.signal import Floats, Ints, LearningSignal, Objective, SignalRow
 
 STATE_SCHEMA_VERSION = 1
@@ -211,13 +218,37 @@ class _Scorer(nn.Module):
         return logprobs_N, entropy_N, support_MK
 
     def hidden(self, ids_BL: Tensor) -> Tensor:
-        """(B, L, H). No attention mask: padding is on the right, where a causal model's real tokens never
-        look."""
-        return _causal(self.model).base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        return _hidden(self.model, ids_BL)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         head = _causal(self.model).get_output_embeddings()
         return head.weight, getattr(head, "bias", None)
+
+
+class _Valuer(nn.Module):
+    """A critic: a linear head on the final hidden states, where the policy's learnable tokens are predicted."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        embedding = _causal(model).get_input_embeddings().weight
+        self.head = nn.Linear(embedding.shape[1], 1, dtype=embedding.dtype)
+        # A critic that knows nothing says 0 everywhere, and its first gradient moves the head alone.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        output = _causal(model).get_output_embeddings()
+        if output is not None and output.weight is not embedding:
+            output.requires_grad_(False)
+
+    def forward(self, tokens: _Tokens) -> Tensor:
+        """values_N: V_t at the last token of the state in which the t-th learnable token was sampled."""
+        hidden_BLH = _hidden(self.model, tokens.ids_BL)
+        return self.head(hidden_BLH.flatten(0, 1).index_select(0, tokens.positions_N)).squeeze(1)
+
+
+def _hidden(model: Any, ids_BL: Tensor) -> Tensor:
+    """(B, L, H). No attention mask: padding is on the right, where a causal model's real tokens never look."""
+    return _causal(model).base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
 
 
 def _causal(model: Any) -> Any:
@@ -275,11 +306,14 @@ class Learner:
         *,
         slot: str = "policy",
         keep_reference: bool = False,
+        values: bool = False,
         accelerator: Accelerator | None = None,
     ) -> None:
         """Take the policy's model over: it is moved to the accelerator's device and trained in place.
 
         Args:
+            values: learn values instead of log-probabilities: a critic, whose new head starts at zero. Such a learner
+                has `judge` in place of `score`.
             keep_reference: remember the weights as they are now, for `score(..., reference=True)`. On a
                 resume build the learner from the run's first version, then `load_state`.
         """
@@ -291,10 +325,18 @@ class Learner:
         if settings.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.eval().to(self.accelerator.device)
-        scorer = _Scorer(self.model, settings.logprob_chunk)
-        _refuse_unusual_head(scorer)
-        self._module: Any = self.accelerator.prepare(scorer)
+        self.values = values
+        module = (
+            _Valuer(self.model).to(self.accelerator.device)
+            if values
+            else _Scorer(self.model, settings.logprob_chunk)
+        )
+        if isinstance(module, _Scorer):
+            _refuse_unusual_head(module)
+        self._module: Any = self.accelerator.prepare(module)
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if isinstance(module, _Valuer):
+            self._parameters |= {f"value_head.{name}": p for name, p in module.head.named_parameters()}
         if not self._parameters:
             raise ConfigurationError("the policy has no trainable parameter: unfreeze it, or set policy.lora")
         self._dtype = (
@@ -386,14 +428,10 @@ class Learner:
             members = [rows[index] for index in batch]
             started = time.perf_counter()
             tokens = _collate(members, self.accelerator.device)
-            inputs, support_tokens, support_ids = _loss_inputs(
-                members, tokens, self.accelerator.device, self._dtype
-            )
             with self._synchronise(last=position == len(share) - 1):
-                logprobs_N, entropy_N, support_MK = self._module(
-                    tokens, objective.temperature, support_tokens, support_ids, objective.distill_temperature
+                outputs = (self._value_outputs if self.values else self._policy_outputs)(
+                    objective, members, tokens
                 )
-                outputs = policy_loss(objective, inputs, logprobs_N, entropy_N, support_MK)
                 forwarded = time.perf_counter()
                 self.accelerator.backward(outputs.loss * weight if weight != 1.0 else outputs.loss)
             report.seconds["forward"] += forwarded - started
@@ -412,6 +450,27 @@ class Learner:
             loss, totals = summed[0], dict(zip(names, summed[1:], strict=True))
         report.sums.append({name: float(value) for name, value in totals.items()})
         return float(loss)
+
+    def _policy_outputs(
+        self, objective: Objective, rows: Sequence[SignalRow], tokens: _Tokens
+    ) -> LossOutputs:
+        inputs, support_tokens, support_ids = _loss_inputs(rows, tokens, self.accelerator.device, self._dtype)
+        logprobs_N, entropy_N, support_MK = self._module(
+            tokens, objective.temperature, support_tokens, support_ids, objective.distill_temperature
+        )
+        return policy_loss(objective, inputs, logprobs_N, entropy_N, support_MK)
+
+    def _value_outputs(self, objective: Objective, rows: Sequence[SignalRow], tokens: _Tokens) -> LossOutputs:
+        def column(name: str) -> Tensor:
+            parts = [getattr(row, name) for row in rows]
+            if any(part is None for part in parts):
+                raise ContractError(f"a critic's row has no {name}: give value_coef, returns and old_values")
+            return torch.from_numpy(np.concatenate(parts)).to(self.accelerator.device, self._dtype)
+
+        coef_N, returns_N, old_N = column("value_coef"), column("returns"), column("old_values")
+        values_N = self._module(tokens).to(self._dtype)
+        loss = value_loss(values_N, returns_N, old_N, coef_N, objective.value_clip)
+        return LossOutputs(loss, value_sums(values_N.detach(), returns_N, coef_N))
 
     def _synchronise(self, last: bool) -> AbstractContextManager[Any]:
         """Gradients travel between processes once a mini-batch, with its last backward pass."""
@@ -451,6 +510,21 @@ class Learner:
             for index, part in zip(members, np.split(parts, np.cumsum(tokens.counts)[:-1]), strict=True):
                 scored[index] = part
         return scored
+
+    @torch.no_grad()
+    def judge(self, rows: Sequence[HasTokens]) -> list[Floats]:
+        """Values (n,) of the states in which each row's learnable tokens were sampled, in order; a critic's
+        counterpart of `score`."""
+        judged: list[Floats] = [np.zeros(0)] * len(rows)
+        wanted = [index for index, row in enumerate(rows) if np.any(row.loss_mask)]
+        lengths = [_length(rows[index]) for index in wanted]
+        for batch in microbatches(lengths, self.settings.tokens_per_microbatch):
+            members = [wanted[index] for index in batch]
+            tokens = _collate([rows[index] for index in members], self.accelerator.device)
+            parts = self._module(tokens).double().cpu().numpy()
+            for index, part in zip(members, np.split(parts, np.cumsum(tokens.counts)[:-1]), strict=True):
+                judged[index] = part
+        return judged
 
     # -------------------------------------------------------------------------------------------- state
 

@@ -35,6 +35,9 @@ class Closeable(Protocol):
     def close(self) -> None: ...
 
 
+CRITIC = "critic"
+"""The slot whose learner has a value head."""
+
 MAX_RESIDENTS = 2
 """Slots of one process: a policy and a peer or a critic."""
 
@@ -47,9 +50,8 @@ class Resident:
         self.start = start
         self.policy = start_weights(context, start)
         self._seed()
-        keep_reference = context.settings.method.kl_coef > 0
         self.slot = slot
-        self.learner = Learner(self.policy, context.settings.update, slot=slot, keep_reference=keep_reference)
+        self.learner = self._learner(self.policy, keep_reference=context.settings.method.kl_coef > 0)
         self.chat = Chat(self.policy.tokenizer, multi_turn=context.environment.max_turns > 1)
         self.version = start
         self._engine: Engine | None = None
@@ -64,9 +66,19 @@ class Resident:
 
     def fresh_start(self) -> None:
         """Put the start version's weights, and a fresh optimizer, into the learner."""
-        fresh = Learner(start_weights(self.context, self.start), self.context.settings.update, slot=self.slot)
+        fresh = self._learner(start_weights(self.context, self.start), keep_reference=False)
         self._seed()
         self.learner.load_state(fresh.state_tensors(), fresh.state_json())
+
+    def _learner(self, policy: Policy, keep_reference: bool) -> Learner:
+        critic = self.slot == CRITIC
+        return Learner(
+            policy,
+            self.context.settings.update,
+            slot=self.slot,
+            keep_reference=keep_reference and not critic,
+            values=critic,
+        )
 
     def _seed(self) -> None:
         """A process's generator starts anywhere, and checkpoints hold its state."""

@@ -125,3 +125,10 @@ class HasTopics(Protocol):
     """An environment whose prompts fall into topics, of which a warm start may take some and leave others."""
 
     def topic(self, prompt: Prompt) -> str: ...
+
+
+@runtime_checkable
+class HasAnswers(Protocol):
+    """An environment that knows its prompts' ground-truth answers in words: a critic may read them, a policy never."""
+
+    def answer(self, prompt: Prompt) -> str: ...

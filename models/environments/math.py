@@ -106,6 +106,10 @@ class MathQuestions:
     def prompt(self, split: Split, index: int) -> Prompt:
         return self._prompt(split, self._question(split, index))
 
+    def answer(self, prompt: Prompt) -> str:
+        """The gold answer."""
+        return str(prompt.payload["answer"])
+
     def begin(self, prompt: Prompt, seed: int) -> Episode:
         raise NotImplementedError("math has one turn: its answers go straight to the verifier")
 

@@ -84,6 +84,10 @@ class ReasoningGymProblems:
         """The data set that the problem comes from: of a composite its member."""
         return str(prompt.payload.get("topic", self.settings.dataset))
 
+    def answer(self, prompt: Prompt) -> str:
+        """The stored answer."""
+        return str(prompt.payload["answer"])
+
     def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
         """The stored answers. A noisy one is another problem's answer."""
         draw = random.Random(seed)

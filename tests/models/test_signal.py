@@ -154,8 +154,8 @@ def make_signal() -> tuple[LearningSignal, dict]:
             support_ids=np.array([[7, 8], [9, 10]]), support_logprobs=np.array([[-0.1, -3.0], [-0.2, -2.0]]),
         ),
         row_of(
-            by_sample[4], "r", 0.0, 0.0, slot="critic", context_ids=[1, 2, 3, 4], returns=np.ones(3),
-            old_values=np.full(3, 0.25),
+            by_sample[4], "r", 0.0, 0.0, slot="critic", context_ids=[1, 2, 3, 4], value_coef=np.full(3, 0.5),
+            returns=np.ones(3), old_values=np.full(3, 0.25),
         ),
     ]  # fmt: skip
     return LearningSignal(Objective(surrogate="unclipped", temperature=0.7), rows), segments
