@@ -232,7 +232,10 @@ class _Valuer(nn.Module):
         super().__init__()
         self.model = model
         embedding = _causal(model).get_input_embeddings().weight
-        self.head = nn.Linear(embedding.shape[1], 1, dtype=embedding.dtype)
+        # Its usual random weights would be drawn from the generator whose state checkpoints hold.
+        self.head = nn.utils.skip_init(  # type: ignore[no-untyped-call]
+            nn.Linear, embedding.shape[1], 1, dtype=embedding.dtype
+        )
         # A critic that knows nothing says 0 everywhere, and its first gradient moves the head alone.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

@@ -171,7 +171,8 @@ class LocalFiles:
             (self._root / path).unlink(missing_ok=True)
         with suppress(OSError):  # an empty folder of leases or attempts goes too
             parent = (self._root / path).parent
-            if parent != self._root and not any(parent.iterdir()):
+            # Not the folder that every write goes through: another process may just have seen that it is there.
+            if parent not in (self._root, self._root / "tmp") and not any(parent.iterdir()):
                 parent.rmdir()
 
     @staticmethod

@@ -53,12 +53,13 @@ def materialise(
     """
     pending: list[Record] = []
     while True:
+        if version == start:
+            # Never from a checkpoint: a policy and a critic that share a start would find each other's.
+            load_start()
+            break
         checkpoint = store.lookup(_checkpoint(version))
         if checkpoint is not None:
             learner.load_state(*store.get_tensors(checkpoint.objects["state"]))
-            break
-        if version == start:
-            load_start()
             break
         record = store.lookup(version)
         if record is None:

@@ -1,5 +1,5 @@
-"""GATS and GRAFT keep more than a policy between steps: a teacher's queue and latch, a second policy. A killed run
-loses none of it, and counts none of it twice."""
+"""GATS, GRAFT and piPPO keep more than a policy between steps: a teacher's queue and latch, a second policy, a critic.
+A killed run loses none of it, and counts none of it twice."""
 
 from pathlib import Path
 
@@ -30,6 +30,13 @@ GRAFT = [
     "method.peer.warmstart={demonstrations: 40, steps: 10}",
     "method.floor=0.0",
     "update.minibatches=2",
+]
+PIPPO = [
+    "method.critic.lr=1e-3",
+    "method.critic.minibatches=2",
+    "method.critic.warmup_steps=1",
+    "method.critic.reference_tokens=48",
+    "method.critic.require_reading=false",
 ]
 
 
@@ -65,6 +72,11 @@ def whole_graft(store, tmp_path_factory):
         taken = [entry["metrics"][name] for _, entry in place.journal.entries()]
         assert sum(taken) > 0, f"{name} {taken}: nothing changed hands, so nothing of it is tried"
     return place
+
+
+@pytest.fixture(scope="module")
+def whole_pippo(store, tmp_path_factory):
+    return whole_run(store, tmp_path_factory.mktemp("whole-pippo"), "pippo", PIPPO)
 
 
 def assert_ends_alike(place, whole, place_of_death, method):
@@ -111,5 +123,26 @@ def test_a_killed_graft_run_keeps_both_policies(store, whole_graft, tmp_path, de
     states = [
         p.store.lookup(f"checkpoint-{p.journal.read(3)['peer']['version']}").objects["state"]
         for p in (place, whole_graft)
+    ]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        ("update", 1, "after_optimizer"),  # the policy has moved, and its critic has not
+        pytest.param(
+            ("update", 0, "after_optimizer"), marks=pytest.mark.slow
+        ),  # the critic alone, in its warm-up
+        pytest.param(("journal", 2, "before_append"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_pippo_run_keeps_its_critic_and_both_optimizers(store, whole_pippo, tmp_path, death):
+    place = begin_warm(store, tmp_path, [*LOTTERY, *PIPPO], without=())
+    assert_ends_alike(place, whole_pippo, death, "pippo")
+    assert place.summary["budget"] == whole_pippo.summary["budget"]
+    states = [
+        p.store.lookup(f"checkpoint-{p.journal.read(3)['method_state']['critic']}").objects["state"]
+        for p in (place, whole_pippo)
     ]
     assert states[0] == states[1]

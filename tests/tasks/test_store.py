@@ -484,6 +484,15 @@ def test_a_folder_that_cannot_be_written_is_a_configuration_error(tmp_path):
         ObjectStore(LocalStorage(path=str(tmp_path / "file" / "store"))).check()
 
 
+def test_the_folder_of_temporary_files_outlives_the_last_of_them(local_store):
+    """Another process may have looked for it just before, and writes into it next."""
+    temporary = local_store.files._temporary_path()
+    local_store.files.write("tmp/clock", b"")
+    local_store.files.delete("tmp/clock")
+    temporary.write_bytes(b"half a file")
+    temporary.unlink()
+
+
 def test_a_relative_path_means_the_same_after_a_change_of_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     store = ObjectStore(LocalStorage(path="store"))
