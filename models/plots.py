@@ -176,13 +176,18 @@ def before_after_plot(bars: Mapping[str, tuple[Bar, Bar]], path: Path, *, title:
     _save(figure, path, title)
 
 
+ARMS_WITH_BANDS = 4
+
+
 def compare_plot(curves: Mapping[str, Sequence[Curve]], path: Path, *, title: str = "") -> None:
-    """Validation success by rollouts: an arm's mean over seeds, in a band from its lowest to its highest seed.
+    """Validation success by rollouts: an arm's mean over seeds; of few arms, in a band from its lowest to its highest
+    seed. Bands of many arms would hide each other.
 
     Seeds that were evaluated at different budgets are interpolated, up to the smallest budget that all of them reached.
     """
-    figure = _figure(7, 4.4)
+    figure = _figure(9, 4.4)
     axes = figure.subplots()
+    bands = len(curves) <= ARMS_WITH_BANDS
     for index, (arm, members) in enumerate(curves.items()):
         known = [
             (np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)) for x, y in members if len(x)
@@ -205,7 +210,7 @@ def compare_plot(curves: Mapping[str, Sequence[Curve]], path: Path, *, title: st
             markersize=3,
             label=label,
         )
-        if len(known) > 1:
+        if bands and len(known) > 1:
             axes.fill_between(
                 grid, success_SN.min(axis=0), success_SN.max(axis=0), color=colour, alpha=0.18, linewidth=0
             )
@@ -215,10 +220,9 @@ def compare_plot(curves: Mapping[str, Sequence[Curve]], path: Path, *, title: st
     axes.set_xlim(left=0)
     _percent(axes)
     if axes.get_legend_handles_labels()[0]:
-        figure.legend(
-            loc="outside lower center", ncols=4, frameon=False, title="mean; band: lowest to highest seed",
-            title_fontsize=9,
-        )  # fmt: skip
+        legend = "mean; band: lowest to highest seed" if bands else "mean over seeds"
+        # At the side: below, more than a few arms would be cut off.
+        figure.legend(loc="outside right upper", frameon=False, title=legend, title_fontsize=9)
     _save(figure, path, title)
 
 

@@ -103,7 +103,20 @@ def test_arms_are_compared_up_to_the_budget_that_all_their_seeds_reached(tmp_pat
     assert colours(tmp_path / "compare.png")[2] > 50
     compare_plot({"grpo": [([], [])]}, tmp_path / "nothing.png")
     compare_plot({"grpo": [([0.0], [0.2])]}, tmp_path / "one.png")
-    assert colours(tmp_path / "one.png")[0] == 910
+    assert colours(tmp_path / "one.png")[0] == 1170
+
+
+def test_the_legend_of_many_arms_is_whole(tmp_path):
+    """Its longest name once stood outside of the figure."""
+    arms = {
+        f"an_arm_of_a_long_name_{i}": [([0.0, 10.0], [0.1, i / 20]), ([0.0, 10.0], [0.1, 0.5])]
+        for i in range(12)
+    }
+    compare_plot(arms, tmp_path / "many.png", title="many")
+    with Image.open(tmp_path / "many.png") as image:
+        pixels = np.asarray(image.convert("RGB"))
+    assert (pixels[:, :4] == 255).all()  # nothing runs over the edges
+    assert (pixels[:, -4:] == 255).all()
 
 
 def test_contrasts_and_gaps_are_drawn_with_their_intervals(tmp_path):
