@@ -924,6 +924,9 @@ class TuneSettings(Settings):
     seeds: list[int] = Field(min_length=1)
     grid: dict[str, list[Value]] = Field(min_length=1)
     """Setting and the values to try, such as update.lr: [1e-4, 3e-4, 1e-3]; several settings are crossed."""
+    by: str | None = Field(None, exclude_if=lambda by: by is None)
+    """Choose by the highest value of this metric of steps, a run's mean over the second half of them. Empty: by the
+    last version's validation success."""
 
 
 class CompareSettings(Settings):
@@ -942,6 +945,9 @@ class CompareSettings(Settings):
     """The arm that the others are compared with, in pairs by seed, where `contrasts` names none."""
     contrasts: list[tuple[str, str]] = []
     """Pairs of arms to compare: the first minus the second. Empty: every other arm minus `baseline`."""
+    measures: list[str] = []
+    """Metrics of steps to compare beside success, as value/explained_variance: a run's mean over the second half of its
+    steps."""
     seeds: list[int] = Field([0, 1, 2], min_length=1)
     budget_rollouts: int = Field(ge=1)
     """Rollouts that a run of an arm samples, in tuning and in the test."""

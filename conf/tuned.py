@@ -13,7 +13,7 @@ from gleaner.conf.plan import candidates
 from gleaner.conf.presets import BUILT_IN
 from gleaner.conf.schema import ArmSettings, CompareSettings, Tuned, TunedArm, TunedCandidate
 
-BESIDE_TUNING = {"seeds", "parallel", "baseline", "contrasts", "presets"}
+BESIDE_TUNING = {"seeds", "parallel", "baseline", "contrasts", "presets", "measures"}
 """What may change after tuning: it concerns the test alone."""
 
 
@@ -24,8 +24,8 @@ def tuned_file(comparison: CompareSettings) -> Path:
 
 
 def choose(validation_CS: Sequence[Sequence[float]]) -> int:
-    """The candidate of the highest mean validation success over seeds; of equal ones the first. A candidate that was
-    not scored on some seed is none.
+    """The candidate of the highest mean over seeds of what tuning looks at; of equal ones the first. A candidate
+    that was not scored on some seed is none.
 
     Raises:
         ConfigurationError: no candidate was scored on every seed.
@@ -34,7 +34,8 @@ def choose(validation_CS: Sequence[Sequence[float]]) -> int:
     scored = [index for index, mean in enumerate(means) if math.isfinite(mean)]
     if not scored:
         raise ConfigurationError(
-            "no candidate has a validation success on every tuning seed: see why its episodes were not scored"
+            "no candidate has a validation success (or what tune.by names) on every tuning seed: see why its episodes "
+            "were not scored, or name a metric of its steps"
         )
     return max(scored, key=lambda index: means[index])
 

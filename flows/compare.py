@@ -22,12 +22,15 @@ from gleaner.models.comparison import (
     ArmResult,
     Contrast,
     GapPoint,
+    Measured,
     Outcome,
     Trained,
     arm_result,
     contrasts,
     gap_points,
     gap_slope,
+    late_mean,
+    measures,
     shared_budget,
 )
 from gleaner.models.plots import Bar, compare_plot, contrast_plot, gap_plot
@@ -76,7 +79,8 @@ def tune(settings: CompareSettings) -> Tuned:
     ):
         tuned: Tuned = tune_flow(settings)
     file = write_tuned(settings, tuned)
-    Console().print(tuning_markdown(tuned), markup=False, highlight=False, soft_wrap=True)
+    text = (RUNS_FOLDER / tuning_name(settings) / "tuning.md").read_text()
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
     Console().print(f"Commit {file}, then run the test: gleaner compare {settings.name}", highlight=False)
     return tuned
 
@@ -88,20 +92,23 @@ def compare_flow(settings: CompareSettings) -> dict[str, Any]:
     plan = plan_test(chosen)
     summaries = train_arms(plan, parallel_runs(chosen))
     outcomes = {
-        arm: [read_outcome(run, plan, summaries) for run in plan if run.part == arm] for arm in chosen.arms
+        arm: [read_outcome(run, plan, summaries, chosen.measures) for run in plan if run.part == arm]
+        for arm in chosen.arms
     }
     return _report(chosen, plan, outcomes)
 
 
 @flow(name="tune", persist_result=False)
 def tune_flow(settings: CompareSettings) -> Tuned:
-    """Every candidate of every arm on the tuning seeds, and the best of each by validation success."""
+    """Every candidate of every arm on the tuning seeds, and the best of each by validation success or `tune.by`."""
     plan = plan_tuning(settings)
     summaries = train_arms(plan, parallel_runs(settings))
+    assert settings.tune is not None, "there is no plan of tuning without a search"
+    by = settings.tune.by
     validation = {
         arm: [
             [
-                validation_success(summaries[run.name])
+                validation_success(summaries[run.name]) if by is None else late_mean(step_metrics(run), by)
                 for run in plan
                 if run.part == arm and run.candidate == candidate
             ]
@@ -110,7 +117,7 @@ def tune_flow(settings: CompareSettings) -> Tuned:
         for arm in settings.arms
     }
     tuned = choice(settings, validation)
-    text = tuning_markdown(tuned)
+    text = tuning_markdown(tuned, by or "validation success")
     name = tuning_name(settings)
     create_markdown_artifact(text, key=_artifact_key(name))
     folder = RUNS_FOLDER / name
@@ -150,8 +157,10 @@ def validation_success(summary: Mapping[str, Any]) -> float:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_outcome(run: PlannedRun, plan: Sequence[PlannedRun], summaries: Summaries) -> Outcome:
-    """A finished run's curves, budget and what it built on, from its journal and summary."""
+def read_outcome(
+    run: PlannedRun, plan: Sequence[PlannedRun], summaries: Summaries, measured: Sequence[str] = ()
+) -> Outcome:
+    """A finished run's curves, budget, measures and what it built on, from its journal and summary."""
     summary = summaries[run.name]
     entries = [entry for _, entry in RunContext.of(run.name, run.settings).journal.entries()]
     metrics = [entry["metrics"] for entry in entries]
@@ -172,7 +181,13 @@ def read_outcome(run: PlannedRun, plan: Sequence[PlannedRun], summaries: Summari
         recovered=sum(found.get("signal/recovered", 0.0) for found in metrics) / max(1, len(metrics)),
         teacher=metrics[0].get("gats/M_T") if metrics else None,
         teacher_episodes=metrics[0].get("gats/M_T_episodes", 0.0) if metrics else 0.0,
+        measured={metric: late_mean(metrics, metric) for metric in measured},
     )
+
+
+def step_metrics(run: PlannedRun) -> list[dict[str, float]]:
+    """The metrics of a finished run's steps, in order."""
+    return [entry["metrics"] for _, entry in RunContext.of(run.name, run.settings).journal.entries()]
 
 
 def _trained(
@@ -223,11 +238,22 @@ def _report(
     pairs = contrasts(outcomes, settings.pairs, peers, end)
     points = gap_points(outcomes, settings.pairs)
     slope = gap_slope(points)
+    measured = measures(outcomes, settings.pairs, settings.measures)
     plain = {
         "seeds": settings.seeds,
         "overrides": {arm: [*settings.common, *own.overrides] for arm, own in settings.arms.items()},
         "arms": {arm: asdict(result) for arm, result in arms.items()},
         "contrasts": [asdict(pair) for pair in pairs],
+        "measures": {
+            found.metric: {
+                "arms": {arm: asdict(interval) for arm, interval in found.arms.items()},
+                "differences": {
+                    f"{first} - {second}": asdict(pair) if pair else None
+                    for (first, second), pair in found.differences.items()
+                },
+            }
+            for found in measured
+        },
         "gap": {"points": [asdict(point) for point in points], "slope": asdict(slope) if slope else None},
     }
     evaluated = next(run.settings.evaluation for run in plan if run.part in outcomes)
@@ -237,7 +263,7 @@ def _report(
         for arm, members in outcomes.items()
         if any(o.teacher is not None and o.teacher_episodes < CLAIM_EPISODES for o in members)
     )
-    text = report_markdown(settings, arms, pairs, points, slope, episodes, unsteady)
+    text = report_markdown(settings, arms, pairs, points, slope, episodes, unsteady, measured)
     (folder / "report.md").write_text(text)
     (folder / "report.json").write_text(json.dumps(plain, indent=1))
     files = ["report.md", "report.json", *_plots(settings, outcomes, pairs, points)]
@@ -304,8 +330,10 @@ def report_markdown(
     slope: Interval | None,
     test_episodes: int,
     unsteady: Sequence[str] = (),
+    measured: Sequence[Measured] = (),
 ) -> str:
-    """The report: a table of arms with their budgets, one of contrasts, and one of gaps where teachers guided.
+    """The report: a table of arms with their budgets, one of contrasts, one of gaps where teachers guided, and those of
+    the measures.
 
     Args:
         test_episodes: behind each run's final success; 0 if it is a validation success.
@@ -347,6 +375,19 @@ def report_markdown(
         lines += [_row([point.arm, point.against, str(point.gap), str(point.gain)]) for point in ordered]
     if slope is not None:
         lines += ["", f"Gain for each unit of gap, least squares within every seed: {slope}."]
+    for measure in measured:
+        lines += [
+            "",
+            f"{measure.metric}, mean over the second half of the steps:",
+            "",
+            "| arm | |",
+            "|---|---|",
+        ]
+        lines += [_row([arm, str(interval)]) for arm, interval in measure.arms.items()]
+        lines += ["", "| contrast | difference | p (sign flip) |", "|---|---|---|"]
+        for (first, second), paired in measure.differences.items():
+            cells = [str(paired.difference), f"{paired.p_sign_flip:.3f}"] if paired else ["", ""]
+            lines.append(_row([f"{first} - {second}", *cells]))
     if seeds < CLAIM_SEEDS:
         lines += ["", f"{seeds} seeds show mechanics, not a gain: a claim needs at least {CLAIM_SEEDS}."]
     if test_episodes < CLAIM_EPISODES:
@@ -360,10 +401,10 @@ def report_markdown(
     return "\n".join(lines) + "\n"
 
 
-def tuning_markdown(tuned: Tuned) -> str:
-    """Every candidate and its validation success; the chosen one of each arm is bold."""
+def tuning_markdown(tuned: Tuned, by: str = "validation success") -> str:
+    """Every candidate and what the choice was made by; the chosen one of each arm is bold."""
     lines = [
-        f"# {tuned.comparison}: tuning on seeds {', '.join(map(str, tuned.seeds))}, validation success",
+        f"# {tuned.comparison}: tuning on seeds {', '.join(map(str, tuned.seeds))}, {by}",
         "",
         "| arm | settings | mean | by seed |",
         "|---|---|---|---|",

@@ -46,6 +46,7 @@ class Outcome:
         recovered: mean share of all-fail groups that moved the policy.
         teacher: M_T, where a teacher guided it.
         teacher_episodes: those that M_T is a mean over; 0 where it was set by hand.
+        measured: metric → its mean over the second half of the run's steps; NaN where no step has it.
     """
 
     policy: Trained
@@ -55,6 +56,7 @@ class Outcome:
     recovered: float = 0.0
     teacher: float | None = None
     teacher_episodes: float = 0.0
+    measured: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,43 @@ def contrasts(
         mean_final, mean_area = _halves(final, peer_final), _halves(area, peer_area)
         found.append(_contrast(mine, first, "mean", both, mean_final, mean_area, budget))
     return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A metric of steps, per arm, and its differences, paired by seed.
+
+    Attributes:
+        arms: those in which every run has the metric.
+        differences: (arm, against) → None where one seed was run.
+    """
+
+    metric: str
+    arms: dict[str, Interval]
+    differences: dict[tuple[str, str], PairedComparison | None]
+
+
+def measures(
+    outcomes: Mapping[str, Sequence[Outcome]], pairs: Sequence[tuple[str, str]], metrics: Sequence[str]
+) -> list[Measured]:
+    """Every metric over the arms that have it (a critic's values say nothing of an arm without a critic)."""
+    found = []
+    for metric in metrics:
+        values = {arm: [outcome.measured[metric] for outcome in runs] for arm, runs in outcomes.items()}
+        known = {arm: runs for arm, runs in values.items() if not any(map(math.isnan, runs))}
+        differences = {
+            (first, second): compare_paired(known[first], known[second]) if len(known[first]) > 1 else None
+            for first, second in pairs
+            if first in known and second in known
+        }
+        found.append(Measured(metric, {arm: mean_interval(runs) for arm, runs in known.items()}, differences))
+    return found
+
+
+def late_mean(steps: Sequence[Mapping[str, float]], metric: str) -> float:
+    """A metric's mean over the second half of a run's steps, where those that lack it count nothing; NaN if all do."""
+    late = [step[metric] for step in steps[len(steps) // 2 :] if metric in step]
+    return math.fsum(late) / len(late) if late else math.nan
 
 
 def gap_points(outcomes: Mapping[str, Sequence[Outcome]], pairs: Sequence[tuple[str, str]]) -> list[GapPoint]:

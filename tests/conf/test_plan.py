@@ -9,9 +9,9 @@ import yaml
 from gleaner.conf.compose import compose
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.plan import candidates, plan_test, plan_tuning
-from gleaner.conf.presets import available_presets
+from gleaner.conf.presets import BUILT_IN, available_presets
 from gleaner.conf.schema import ArmSettings, CompareSettings
-from gleaner.conf.tuned import apply_tuned, choice, choose, tuned_file, write_tuned
+from gleaner.conf.tuned import apply_tuned, choice, choose, read_tuned, tuned_file, write_tuned
 
 VALIDATED = ["run.steps=10", "evaluation.every=5"]
 TEACHER = "method.teacher.run={comparison}-teacher-seed{seed}"
@@ -187,3 +187,16 @@ def test_a_comparison_without_a_search_is_not_tuned() -> None:
     assert apply_tuned(plain) is plain
     with pytest.raises(ConfigurationError, match=r"declares no search: set tune\.seeds"):
         plan_tuning(plain)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((BUILT_IN / "compare" / "tuned").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_what_was_tuned_and_committed_still_fits_its_comparison(file):
+    """A change of the settings' schema must not make a committed choice useless."""
+    comparison = compose([f"compare={file.stem}"], CompareSettings)
+    chosen = apply_tuned(comparison)
+    assert all(
+        set(read_tuned(comparison).arms[arm].overrides) <= set(settings.overrides)
+        for arm, settings in chosen.arms.items()
+    )

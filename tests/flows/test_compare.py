@@ -1,6 +1,7 @@
 """Comparison: a search, then a test that is paired by seed at an equal budget; killed, and resumed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from gleaner.flows.compare import (
     tuning_markdown,
     validation_success,
 )
-from gleaner.models.comparison import gap_points
+from gleaner.models.comparison import gap_points, measures
 
 
 def outcome(final: float, **rest) -> Outcome:
@@ -56,6 +57,27 @@ def test_the_report_shows_budgets_contrasts_and_gaps():
     assert "| gats | grpo | 0.500 [0.500, 0.500] | 0.200 [0.200, 0.200] |" in lines
     assert "2 seeds show mechanics, not a gain: a claim needs at least 8." in lines
     assert "16 test episodes a run: a claim needs at least 1,000." in lines
+
+
+def test_the_report_shows_measures_of_the_arms_that_have_them():
+    settings = CompareSettings(
+        arms={"grpo": [], "pippo": [], "ppo": []},
+        contrasts=[("pippo", "ppo"), ("pippo", "grpo")],
+        measures=["value/error"],
+        seeds=[0, 1],
+        budget_rollouts=20,
+    )
+    outcomes = {
+        "grpo": [outcome(0.4, measured={"value/error": math.nan})] * 2,
+        "pippo": [outcome(0.4, measured={"value/error": value}) for value in (0.1, 0.2)],
+        "ppo": [outcome(0.4, measured={"value/error": value}) for value in (0.3, 0.4)],
+    }
+    arms = {arm: arm_result(members, 20) for arm, members in outcomes.items()}
+    measured = measures(outcomes, settings.pairs, settings.measures)
+    lines = report_markdown(settings, arms, [], [], None, 0, (), measured).splitlines()
+    assert "value/error, mean over the second half of the steps:" in lines
+    assert "| pippo - ppo | -0.200 [-0.200, -0.200] | 0.500 |" in lines
+    assert not any("pippo - grpo" in line for line in lines)
 
 
 def test_tuning_looks_at_the_last_versions_validation_and_at_a_peers_beside_it():

@@ -12,6 +12,8 @@ from gleaner.models.comparison import (
     contrasts,
     gap_points,
     gap_slope,
+    late_mean,
+    measures,
     shared_budget,
 )
 
@@ -113,3 +115,22 @@ def test_the_gain_of_guidance_by_the_gap_at_the_start():
     assert slopes[0] == pytest.approx(0.375)
     assert gap_slope(points).estimate == pytest.approx(math.fsum(slopes) / 2)
     assert gap_slope(points[:2]) is None
+
+
+def test_a_measure_is_the_mean_of_the_later_half_of_the_steps_that_have_it():
+    steps = [{"m": 9.0}, {"m": 9.0}, {"m": 1.0}, {}, {"m": 2.0}]
+    assert late_mean(steps, "m") == 1.5
+    assert math.isnan(late_mean(steps, "other"))
+    assert math.isnan(late_mean([], "m"))
+
+
+def test_measures_are_compared_by_seed_among_the_arms_that_have_them():
+    def runs(*values):
+        return [Outcome(trained(0.4, [0.0, 0.4]), measured={"m": value}) for value in values]
+
+    outcomes = {"new": runs(0.3, 0.5), "old": runs(0.1, 0.2), "none": runs(math.nan, math.nan)}
+    (found,) = measures(outcomes, [("new", "old"), ("new", "none")], ["m"])
+    assert found.arms.keys() == {"new", "old"}
+    assert found.arms["new"].estimate == pytest.approx(0.4)
+    assert found.differences.keys() == {("new", "old")}
+    assert found.differences["new", "old"].difference.estimate == pytest.approx(0.25)
