@@ -606,7 +606,7 @@ class CriticSettings(Settings):
     value_clip: float | None = Field(0.5, gt=0)
     """How far a value may move in an update before its error counts no less (verl); empty: plain squares."""
     warmup_steps: int = Field(0, ge=0)
-    """Of run.steps, those at the start in which the critic alone learns, on rollouts of the start policy."""
+    """Of the steps of the run, those at its start in which the critic alone learns, on rollouts of the start policy."""
     context: Literal["contrast", "success", "failure", "answer", "none"] = "contrast"
     """Siblings of the judged rollout that the critic reads: one verified success and one failure; two of one polarity
     (ablations); the ground-truth answer alone (ablation); nothing (plain PPO)."""
