@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from gleaner.conf.errors import ContractError
 from gleaner.conf.schema import CriticSettings
 from gleaner.models.chat import Chat, text_only
 from gleaner.models.methods.grpo import EpisodeSegmentKey
+from gleaner.models.objective import explained_variance
 from gleaner.models.records import Message
 from gleaner.models.signal import Episode, Floats, Group
 
@@ -265,10 +267,8 @@ class Judged:
 
 
 def explained(values_N: Floats, returns_N: Floats) -> float | None:
-    """1 - Var(R - V) / Var(R); None where returns do not vary."""
-    if len(returns_N) < 2 or bool((returns_N == returns_N[0]).all()):
-        return None
-    return float(1 - np.var(returns_N - values_N) / np.var(returns_N))
+    """`objective.explained_variance` of arrays."""
+    return explained_variance(torch.from_numpy(values_N), torch.from_numpy(returns_N))
 
 
 def value_quality(judged: Sequence[Judged]) -> dict[str, float]:

@@ -7,7 +7,7 @@ bits.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -493,41 +493,34 @@ class Learner:
             temperature: at which the tokens were sampled.
             reference: under the start weights instead of the current ones (`keep_reference`).
         """
-        scored: list[Floats] = [np.zeros(0)] * len(rows)
-        wanted = [index for index, row in enumerate(rows) if np.any(row.loss_mask)]
-        lengths = [_length(rows[index]) for index in wanted]
-        for batch in microbatches(lengths, self.settings.tokens_per_microbatch):
-            members = [wanted[index] for index in batch]
-            tokens = _collate([rows[index] for index in members], self.accelerator.device)
-            if reference:
-                if self._reference is None:
-                    raise ConfigurationError(
-                        "no reference is kept: build the learner with keep_reference=True"
-                    )
-                scorer = self.accelerator.unwrap_model(self._module)
-                start = {f"model.{name}": value for name, value in self._reference.items()}
-                logprobs_N = torch.func.functional_call(scorer, start, (tokens, temperature))[0]
-            else:
-                logprobs_N = self._module(tokens, temperature)[0]
-            parts = logprobs_N.double().cpu().numpy()
-            for index, part in zip(members, np.split(parts, np.cumsum(tokens.counts)[:-1]), strict=True):
-                scored[index] = part
-        return scored
+        if not reference:
+            return self._by_row(rows, lambda tokens: self._module(tokens, temperature)[0])
+        if self._reference is None:
+            raise ConfigurationError("no reference is kept: build the learner with keep_reference=True")
+        scorer = self.accelerator.unwrap_model(self._module)
+        start = {f"model.{name}": value for name, value in self._reference.items()}
+        return self._by_row(
+            rows, lambda tokens: torch.func.functional_call(scorer, start, (tokens, temperature))[0]
+        )
 
     @torch.no_grad()
     def judge(self, rows: Sequence[HasTokens]) -> list[Floats]:
         """Values (n,) of the states in which each row's learnable tokens were sampled, in order; a critic's
         counterpart of `score`."""
-        judged: list[Floats] = [np.zeros(0)] * len(rows)
+        return self._by_row(rows, self._module)
+
+    def _by_row(self, rows: Sequence[HasTokens], forward: Callable[[_Tokens], Tensor]) -> list[Floats]:
+        """What `forward` says of every learnable token, (n,) for each row in order; empty where a row has none."""
+        found: list[Floats] = [np.zeros(0)] * len(rows)
         wanted = [index for index, row in enumerate(rows) if np.any(row.loss_mask)]
         lengths = [_length(rows[index]) for index in wanted]
         for batch in microbatches(lengths, self.settings.tokens_per_microbatch):
             members = [wanted[index] for index in batch]
             tokens = _collate([rows[index] for index in members], self.accelerator.device)
-            parts = self._module(tokens).double().cpu().numpy()
+            parts = forward(tokens).double().cpu().numpy()
             for index, part in zip(members, np.split(parts, np.cumsum(tokens.counts)[:-1]), strict=True):
-                judged[index] = part
-        return judged
+                found[index] = part
+        return found
 
     # -------------------------------------------------------------------------------------------- state
 
