@@ -1,7 +1,7 @@
 """A critic beside a policy: what it reads of each rollout, its values, and whether it can read at all."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from gleaner.models.methods.pippo import pippo_signal
 from gleaner.models.policy import tokenizer_digest
 from gleaner.models.records import Prompt
 from gleaner.models.rollout import hashed
-from gleaner.models.signal import Floats, Group, audit
+from gleaner.models.signal import Floats, Group
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.faults import fault_point
 from gleaner.tasks.keys import cache_key, code_version
@@ -33,9 +33,8 @@ from gleaner.tasks.phase import Made, phase
 from gleaner.tasks.residents import CRITIC, resident
 from gleaner.tasks.sampling import load_rollouts
 from gleaner.tasks.scoring import Scores, load_scores
-from gleaner.tasks.signals import Batch, Signal, load_groups
+from gleaner.tasks.signals import Batch, Signal, load_groups, signal_made, signal_record
 from gleaner.tasks.store import Record
-from gleaner.tasks.stored_signals import store_signal
 from gleaner.tasks.tokenizers import tokenizer_of
 
 PROMPTS_MEASURED = 64
@@ -340,15 +339,6 @@ def make_pippo_signal(
             old_logprobs=load_scores(context, batch.shards, old) if old else None,
             reference_logprobs=load_scores(context, batch.shards, reference) if reference else None,
         )
-        ledger = audit(signal, groups)
-        facts = {
-            "metrics": {**metrics, **counts, **values.metrics, **ledger.metrics},
-            "ledger": [asdict(entry) for entry in ledger.entries],
-            "seconds": time.perf_counter() - started,
-        }
-        return Record({"signal": store_signal(store, signal)}, facts, code)
+        return signal_record(store, signal, groups, {**metrics, **counts, **values.metrics}, started, code)
 
-    record, hit = store.memoise(key, make)
-    facts = record.facts
-    made = Signal(record.objects["signal"], facts["metrics"], tuple(facts["ledger"]), facts["seconds"])
-    return Made(made, hit)
+    return signal_made(*store.memoise(key, make))

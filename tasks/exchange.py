@@ -5,7 +5,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from gleaner.models.methods.graft import (
 )
 from gleaner.models.records import Prompt, Segment, Verdict
 from gleaner.models.rollout import retokenised
-from gleaner.models.signal import Episode, Group, audit
+from gleaner.models.signal import Episode, Group
 from gleaner.tasks import bank
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.faults import fault_point
@@ -34,9 +34,8 @@ from gleaner.tasks.phase import Made, phase
 from gleaner.tasks.residents import resident
 from gleaner.tasks.sampling import Rollouts
 from gleaner.tasks.scoring import Scores, load_scores
-from gleaner.tasks.signals import Batch, Signal, Taught, load_groups
+from gleaner.tasks.signals import Batch, Signal, Taught, load_groups, signal_made, signal_record
 from gleaner.tasks.store import Record
-from gleaner.tasks.stored_signals import store_signal
 from gleaner.tasks.teachers import published_policy
 from gleaner.tasks.verification import load_verdicts, verify
 
@@ -246,18 +245,9 @@ def make_graft_signal(
             teacher = load_scores(context, own.shards, taught.scores) if taught.scores else {}
             signal, guided = with_guidance(signal, teacher, taught.guidance.weight)
             metrics |= taught.guidance.metrics | guided
-        ledger = audit(signal, groups)
-        facts = {
-            "metrics": {**metrics, **counts, **exchanged.metrics, **ledger.metrics},
-            "ledger": [asdict(entry) for entry in ledger.entries],
-            "seconds": time.perf_counter() - started,
-        }
-        return Record({"signal": store_signal(store, signal)}, facts, code)
+        return signal_record(store, signal, groups, {**metrics, **counts, **exchanged.metrics}, started, code)
 
-    record, hit = store.memoise(key, make)
-    facts = record.facts
-    made = Signal(record.objects["signal"], facts["metrics"], tuple(facts["ledger"]), facts["seconds"])
-    return Made(made, hit)
+    return signal_made(*store.memoise(key, make))
 
 
 def _load_grafts(

@@ -1,20 +1,21 @@
 """Signals: what a method makes of verified groups, stored so that it can be applied again."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from gleaner.models.methods.gats import Guidance, with_guidance
 from gleaner.models.methods.grpo import grpo_signal, informative
 from gleaner.models.records import Verdict
-from gleaner.models.signal import Group, audit, group_rollouts
+from gleaner.models.signal import Group, LearningSignal, audit, group_rollouts
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.faults import fault_point
 from gleaner.tasks.keys import cache_key, code_version
 from gleaner.tasks.phase import Made, phase
 from gleaner.tasks.sampling import Rollouts, load_rollouts
 from gleaner.tasks.scoring import Scores, load_scores
-from gleaner.tasks.store import Record
+from gleaner.tasks.store import ObjectStore, Record
 from gleaner.tasks.stored_signals import store_signal
 from gleaner.tasks.verification import Verdicts, load_verdicts
 
@@ -60,6 +61,31 @@ class Taught:
 
     guidance: Guidance
     scores: Scores | None
+
+
+def signal_record(
+    store: ObjectStore,
+    signal: LearningSignal,
+    groups: Sequence[Group],
+    metrics: dict[str, float],
+    started: float,
+    code: str,
+) -> Record:
+    """Store a signal; its record has the metrics, the ledger of `groups`, and the seconds since `started`."""
+    ledger = audit(signal, groups)
+    facts = {
+        "metrics": {**metrics, **ledger.metrics},
+        "ledger": [asdict(entry) for entry in ledger.entries],
+        "seconds": time.perf_counter() - started,
+    }
+    return Record({"signal": store_signal(store, signal)}, facts, code)
+
+
+def signal_made(record: Record, hit: bool) -> Made[Signal]:
+    """What a phase that makes a signal returns."""
+    facts = record.facts
+    made = Signal(record.objects["signal"], facts["metrics"], tuple(facts["ledger"]), facts["seconds"])
+    return Made(made, hit)
 
 
 @phase()
@@ -116,15 +142,6 @@ def make_signal(
             teacher = load_scores(context, batch.shards, taught.scores) if taught.scores else {}
             signal, guided = with_guidance(signal, teacher, taught.guidance.weight)
             metrics |= taught.guidance.metrics | guided
-        ledger = audit(signal, sampled)
-        facts = {
-            "metrics": {**metrics, **counts, **ledger.metrics},
-            "ledger": [asdict(entry) for entry in ledger.entries],
-            "seconds": time.perf_counter() - started,
-        }
-        return Record({"signal": store_signal(store, signal)}, facts, code)
+        return signal_record(store, signal, sampled, {**metrics, **counts}, started, code)
 
-    record, hit = store.memoise(key, make)
-    facts = record.facts
-    made = Signal(record.objects["signal"], facts["metrics"], tuple(facts["ledger"]), facts["seconds"])
-    return Made(made, hit)
+    return signal_made(*store.memoise(key, make))
