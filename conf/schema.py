@@ -368,6 +368,8 @@ class WarmstartSettings(Settings):
     the object to move in household, and the data set in reasoning_gym's composite."""
     noise: float = Field(0.0, ge=0, le=1)
     """Share of demonstrated actions replaced by random ones: a weak expert, so that RL has work left."""
+    informed: float = Field(0.0, ge=0, le=1)
+    """Share of demonstrations that begin with what two other attempts found, so that VISTA's teacher can read it."""
     steps: int = Field(200, ge=1)
     batch: int = Field(48, ge=1)
     lr: float = Field(3e-3, gt=0)
@@ -651,7 +653,64 @@ class PippoMethod(GroupRelative):
         return self
 
 
-AnyMethod = Annotated[GrpoMethod | GatsMethod | GraftMethod | PippoMethod, Field(discriminator="kind")]
+class ExperienceSettings(Settings):
+    """What the teacher reads of a rollout's siblings before each of its decisions, and how that is chosen."""
+
+    reads: Literal["aligned", "shuffled", "nothing"] = "aligned"
+    """shuffled: what was aligned to some other decision of the batch, of the same number of entries where there is one;
+    nothing: the plain policy (ablations)."""
+    source: Literal["all", "successes"] = "all"
+    """Whose findings count: every sibling's, or those of siblings that succeeded (ablation)."""
+    entries: int = Field(4, ge=1)
+    """Most findings that a decision gets."""
+    success_weight: float = Field(1.0, ge=0)
+    relevance_weight: float = Field(1.0, ge=0)
+    novelty_weight: float = Field(1.0, ge=0)
+    distance_weight: float = Field(0.25, ge=0)
+    """Weights of a finding's score: its attempt succeeded, its words are the question's, it was not seen by the rollout
+    yet, and (against it) how many turns away it was made."""
+    duplicate: float = Field(0.7, gt=0, le=1)
+    """Overlap of two regions (intersection over union) from which on they count as one."""
+    tokens: int = Field(1500, ge=16)
+    """Most tokens of the findings' answers together."""
+    require_success: bool = False
+    """Distil only in groups with a success."""
+    require_reading: bool = True
+    """Before the first update, stop unless successful actions are likelier beside what their siblings found than beside
+    what another prompt's rollouts did."""
+
+
+class VistaMethod(GroupRelative):
+    """What one rollout discovers teaches its failed siblings, through a teacher that reads it (arXiv 2609.38086; the
+    equations are this project's)."""
+
+    kind: Literal["vista"] = "vista"
+    experience: ExperienceSettings = ExperienceSettings()
+    distil: Literal["failures", "all"] = "failures"
+    """Rollouts that are distilled: those that failed, or every one that has experience (ablation)."""
+    route: Literal["exclusive", "additive"] = "exclusive"
+    """A distilled rollout loses its policy-gradient term, or keeps it (ablation)."""
+    coef: float = Field(1.0, gt=0)
+    """Eta: weight of the distillation term."""
+    entropy_weight: float = Field(1.0, ge=0)
+    """Beta_H: tokens count exp(-beta_H * the teacher's entropy), scaled to mean 1; 0: all alike."""
+    support: int = Field(100, ge=2)
+    """Likeliest tokens of the policy before the update on which the divergence is taken."""
+    temperature: float = Field(1.0, gt=0)
+    """Of both distributions in the divergence."""
+
+    @model_validator(mode="after")
+    def failed_groups_are_kept(self) -> Self:
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "method.dynamic_sampling leaves out the groups that all failed, from which VISTA learns: remove it"
+            )
+        return self
+
+
+AnyMethod = Annotated[
+    GrpoMethod | GatsMethod | GraftMethod | PippoMethod | VistaMethod, Field(discriminator="kind")
+]
 
 
 class UpdateSettings(Settings):

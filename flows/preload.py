@@ -4,4 +4,4 @@ from gleaner.flows.runtime import prepare_process
 
 prepare_process()
 
-from gleaner.flows import gats, graft, grpo, pippo  # noqa: E402, F401
+from gleaner.flows import gats, graft, grpo, pippo, vista  # noqa: E402, F401

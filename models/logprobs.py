@@ -133,3 +133,16 @@ def chunked_support_logprobs(
         for hidden, ids in zip(torch.split(hidden_NH, chunk), torch.split(support_ids_NK, chunk), strict=True)
     ]
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def chunked_top_ids(
+    hidden_NH: Tensor, head_weight_VH: Tensor, count: int, chunk: int = 2048, bias_V: Tensor | None = None
+) -> Tensor:
+    """(N, K) ids of the likeliest tokens, likeliest first; K is `count`, or the vocabulary where that is smaller."""
+    kept = min(count, len(head_weight_VH))
+    parts = [
+        _logits(hidden_CH, head_weight_VH, bias_V, 1.0).topk(kept, dim=1).indices
+        for hidden_CH in torch.split(hidden_NH, chunk)
+    ]
+    return torch.cat(parts) if parts else torch.zeros((0, kept), dtype=torch.int64, device=hidden_NH.device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gleaner.conf.errors import ConfigurationError, ContractError, CorruptArtifactError, OutOfMemoryError
 from gleaner.conf.schema import UpdateSettings
-from gleaner.models.logprobs import chunked_logprobs, chunked_support_logprobs
+from gleaner.models.logprobs import chunked_logprobs, chunked_support_logprobs, chunked_top_ids
 from gleaner.models.objective import (
     LossOutputs,
     TokenBatch,
@@ -294,6 +294,16 @@ def _refuse_unusual_head(scorer: _Scorer) -> None:
 # ---------------------------------------------------------------------------------------------- learner
 
 
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """At each of a row's n learnable tokens: its log-probability and the distribution's entropy (n,), and
+    log-probabilities renormalised on the given support (n, K)."""
+
+    logprobs: Floats
+    entropy: Floats
+    support: Floats
+
+
 class Learner:
     """What learns in one slot: weights, AdamW, and (where a KL term needs it) the start weights as a
     reference.
@@ -494,30 +504,76 @@ class Learner:
             reference: under the start weights instead of the current ones (`keep_reference`).
         """
         if not reference:
-            return self._by_row(rows, lambda tokens: self._module(tokens, temperature)[0])
+            return self._by_row(rows, lambda tokens, _: self._module(tokens, temperature)[0])
         if self._reference is None:
             raise ConfigurationError("no reference is kept: build the learner with keep_reference=True")
         scorer = self.accelerator.unwrap_model(self._module)
         start = {f"model.{name}": value for name, value in self._reference.items()}
         return self._by_row(
-            rows, lambda tokens: torch.func.functional_call(scorer, start, (tokens, temperature))[0]
+            rows, lambda tokens, _: torch.func.functional_call(scorer, start, (tokens, temperature))[0]
         )
+
+    @torch.no_grad()
+    def likeliest(self, rows: Sequence[HasTokens], count: int) -> list[Ints]:
+        """Ids (n, K) of the tokens that the policy finds likeliest in place of each learnable one, best first; K is
+        `count`, or the whole vocabulary where that is smaller."""
+        scorer = self.accelerator.unwrap_model(self._module)
+
+        def forward(tokens: _Tokens, _members: Sequence[int]) -> Tensor:
+            hidden_NH = scorer.hidden(tokens.ids_BL).flatten(0, 1).index_select(0, tokens.positions_N)
+            weight_VH, bias_V = scorer.head()
+            return chunked_top_ids(hidden_NH, weight_VH, count, self.settings.logprob_chunk, bias_V)
+
+        return [part.astype(np.int64) for part in self._by_row(rows, forward)]
+
+    @torch.no_grad()
+    def distributions(
+        self,
+        rows: Sequence[HasTokens],
+        supports: Sequence[Ints],
+        *,
+        temperature: float,
+        support_temperature: float,
+    ) -> list[Distribution]:
+        """What the policy thinks in each state in which a learnable token was sampled.
+
+        Args:
+            supports: (n, K) ids for each row.
+            temperature: of `logprobs` and `entropy`.
+            support_temperature: of `support`.
+        """
+
+        def forward(tokens: _Tokens, members: Sequence[int]) -> Tensor:
+            ids_NK = torch.from_numpy(np.concatenate([supports[index] for index in members]))
+            every_N = torch.arange(len(ids_NK), device=tokens.ids_BL.device)
+            logprobs_N, entropy_N, support_NK = self._module(
+                tokens, temperature, every_N, ids_NK.to(tokens.ids_BL.device), support_temperature
+            )
+            return torch.cat([logprobs_N[:, None], entropy_N[:, None], support_NK], dim=1)
+
+        return [Distribution(part[:, 0], part[:, 1], part[:, 2:]) for part in self._by_row(rows, forward)]
 
     @torch.no_grad()
     def judge(self, rows: Sequence[HasTokens]) -> list[Floats]:
         """Values (n,) of the states in which each row's learnable tokens were sampled, in order; a critic's
         counterpart of `score`."""
-        return self._by_row(rows, self._module)
+        return self._by_row(rows, lambda tokens, _: self._module(tokens))
 
-    def _by_row(self, rows: Sequence[HasTokens], forward: Callable[[_Tokens], Tensor]) -> list[Floats]:
-        """What `forward` says of every learnable token, (n,) for each row in order; empty where a row has none."""
+    def _by_row(
+        self, rows: Sequence[HasTokens], forward: Callable[[_Tokens, Sequence[int]], Tensor]
+    ) -> list[Floats]:
+        """What `forward` says of every learnable token, (n, …) for each row in order; empty where a row has none.
+
+        Args:
+            forward: of a micro-batch and the indices of its rows.
+        """
         found: list[Floats] = [np.zeros(0)] * len(rows)
         wanted = [index for index, row in enumerate(rows) if np.any(row.loss_mask)]
         lengths = [_length(rows[index]) for index in wanted]
         for batch in microbatches(lengths, self.settings.tokens_per_microbatch):
             members = [wanted[index] for index in batch]
             tokens = _collate([rows[index] for index in members], self.accelerator.device)
-            parts = forward(tokens).double().cpu().numpy()
+            parts = forward(tokens, members).double().cpu().numpy()
             for index, part in zip(members, np.split(parts, np.cumsum(tokens.counts)[:-1]), strict=True):
                 found[index] = part
         return found

@@ -11,6 +11,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import WarmstartSettings
+from gleaner.conf.schema import ExperienceSettings, WarmstartSettings
 from gleaner.models.chat import Chat, text_only
-from gleaner.models.environments.base import Demonstration, Environment, HasTopics
+from gleaner.models.environments.base import Demonstration, Environment, HasFindings, HasTopics
+from gleaner.models.experience import Experience, align, experience_messages
 from gleaner.models.logprobs import chunked_logprobs
 from gleaner.models.policy import Policy
 
@@ -35,6 +37,8 @@ ACTIVATION_BUDGET = 30_000_000
 """Tokens x layers x hidden units of one forward and backward pass. At about 34 floats each (Korthikanti et al. 2022,
 arXiv 2205.05198) that is 4 GB in float32; a larger batch is cut into micro-batches."""
 WARM_UP_SHARE = 0.05
+OTHER_ATTEMPTS = 2
+OTHERS_NOISE = 0.5
 TOPIC_DRAWS = (4, 16, 64)
 """Demonstrations drawn for each that is wanted, until every topic has its number."""
 
@@ -58,7 +62,8 @@ def warmstart(
         ConfigurationError: the environment has no demonstrations, none fits the context, or training diverged.
     """
     chat = Chat(policy.tokenizer, multi_turn=environment.max_turns > 1)
-    rows = [labelled(chat, each) for each in demonstrations(environment, settings, seed)]
+    shown = informed(environment, demonstrations(environment, settings, seed), settings, chat, seed)
+    rows = [labelled(chat, each) for each in shown]
     fitting = [row for row in rows if len(row["input_ids"]) <= policy.context]
     if not fitting:
         shortest = min((len(row["input_ids"]) for row in rows), default=0)
@@ -120,6 +125,53 @@ def demonstrations(
         f"warmstart.topics asks for {topics[short]} demonstrations of {short}, but of {wanted * times} drawn "
         f"ones {found} are: choose among these, or lower the number"
     )
+
+
+def informed(
+    environment: Environment,
+    shown: Sequence[Demonstration],
+    settings: WarmstartSettings,
+    chat: Chat,
+    seed: int,
+) -> Sequence[Demonstration]:
+    """The demonstrations, `settings.informed` of them made anew by an expert that reads what two other attempts found,
+    worded as VISTA's teacher will read it.
+
+    The other attempts act at random half of the time, so that they find what an expert would not look for.
+
+    Raises:
+        ConfigurationError: the environment's turns find nothing out.
+    """
+    if not settings.informed:
+        return shown
+    if not isinstance(environment, HasFindings):
+        raise ConfigurationError(
+            f"{environment.name} does not say what its turns find out: set warmstart.informed=0, or choose household "
+            "or visual_search"
+        )
+    reading = ExperienceSettings()
+    draw = random.Random(seed)
+    found: list[Demonstration] = []
+    for each in shown:
+        if draw.random() >= settings.informed:
+            found.append(each)
+            continue
+        others = [
+            environment.demonstrate(each.prompt, (), OTHERS_NOISE, draw.getrandbits(32))
+            for _ in range(OTHER_ATTEMPTS)
+        ]
+        pool = [
+            Experience(sample, finding, other.success)
+            for sample, other in enumerate(others)
+            for finding in environment.findings(other.turns)
+        ]
+        question = "\n".join(str(text_only(message)["content"]) for message in each.prompt.messages)
+        entries = align(pool, OTHER_ATTEMPTS, 0, (), question, "", environment.max_turns, reading)
+        known = [entry.experience.finding for entry in entries]
+        told = experience_messages(each.prompt.messages, entries, chat, reading.tokens)
+        again = environment.demonstrate(each.prompt, known, settings.noise, draw.getrandbits(32))
+        found.append(replace(again, prompt=replace(each.prompt, messages=told)))
+    return found
 
 
 class AnswerTrainer(SFTTrainer):

@@ -4,13 +4,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import GleanerSettings, GraftMethod, PippoMethod, PretrainedPolicy
+from gleaner.conf.schema import GleanerSettings, GraftMethod, PippoMethod, PretrainedPolicy, VistaMethod
 from gleaner.models.chat import Chat
 from gleaner.models.policy import load_tokenizer
 from gleaner.models.verification import check_rewards
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.critics import check_critic
 from gleaner.tasks.exchange import check_stored_peer
+from gleaner.tasks.experience import check_experience
 from gleaner.tasks.phase import Made, phase
 from gleaner.tasks.teachers import check_teacher, teacher_settings
 
@@ -39,6 +40,8 @@ def preflight(context: RunContext) -> Made[dict[str, Any]]:
         problems += check_stored_peer(context)
     if isinstance(settings.method, PippoMethod):
         problems += check_critic(context)
+    if isinstance(settings.method, VistaMethod):
+        problems += check_experience(context)
     found: dict[str, Any] = {split: environment.size(split) for split in ("train", "validation", "test")}
     if found["train"] == 0:
         problems.append(

@@ -18,7 +18,7 @@ from gleaner.tasks.sampling import load_rollouts
 from gleaner.tasks.starting import start_key
 from gleaner.tasks.store import Record
 
-Role = Literal["old", "reference", "teacher", "critic"]
+Role = Literal["old", "reference", "teacher", "critic", "experience"]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from gleaner.conf.schema import Split
 from gleaner.models.records import Message, Prompt
+from gleaner.models.regions import Region
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,36 @@ class Episode(Protocol):
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An expert's episode: the prompt's messages and the turns after it, assistant turns first."""
+    """An expert's episode: the prompt's messages and the turns after it, assistant turns first.
+
+    Attributes:
+        success: whether it reached its goal; a noisy one may not.
+    """
 
     prompt: Prompt
     turns: list[Message]
+    success: bool = True
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one turn of an episode found out, as another attempt at the same task may be told.
+
+    Attributes:
+        turn: which of the episode's turns, from 0.
+        rationale: what the policy said in that turn, with its tool call.
+        action: the tool call alone, in words.
+        region: what the answer covers.
+        text: the environment's answer.
+        images: digests of the images in it.
+    """
+
+    turn: int
+    rationale: str
+    action: str
+    region: Region
+    text: str
+    images: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -132,3 +159,17 @@ class HasAnswers(Protocol):
     """An environment that knows its prompts' ground-truth answers in words: a critic may read them, a policy never."""
 
     def answer(self, prompt: Prompt) -> str: ...
+
+
+@runtime_checkable
+class HasFindings(Protocol):
+    """An environment whose turns find things out that hold for every attempt at a task (VISTA)."""
+
+    def findings(self, transcript: Sequence[Message]) -> list[Finding]:
+        """What each turn with a valid tool result found, by what was said in the episode alone. Turns that give the
+        final answer, or end the episode, find nothing."""
+        ...
+
+    def demonstrate(self, prompt: Prompt, known: Sequence[Finding], noise: float, seed: int) -> Demonstration:
+        """An expert's episode that starts with what other attempts found; `noise` as in `demonstrations`."""
+        ...

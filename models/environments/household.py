@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import HouseholdEnvironment, Split
-from gleaner.models.environments.base import Demonstration, Observation, Outcome, VerifierSpec
+from gleaner.models.environments.base import Demonstration, Finding, Observation, Outcome, VerifierSpec
 from gleaner.models.environments.prompts import content_digest, make_prompt, split_of, split_size
 from gleaner.models.records import Message, Prompt
+from gleaner.models.regions import Cells
 
 CLOSED_KINDS = ("cabinet", "drawer", "fridge")
 OPEN_KINDS = ("shelf", "table", "desk", "bed")
@@ -106,7 +107,22 @@ class Household:
         which it plans anew; an episode that then runs into the turn limit is kept as it is."""
         draw = random.Random(seed)
         prompts = (self.prompt("train", index % self.size("train")) for index in range(count))
-        return [Demonstration(prompt, self._expert_turns(prompt, noise, draw)) for prompt in prompts]
+        return [self._demonstration(prompt, (), noise, draw) for prompt in prompts]
+
+    def findings(self, transcript: Sequence[Message]) -> list[Finding]:
+        """What was seen in each place that was looked at."""
+        found = []
+        turns = [message for message in transcript if message["role"] == "assistant"]
+        answers = [message for message in transcript if message["role"] != "assistant"]
+        for turn, (said, answer) in enumerate(zip(turns, answers, strict=False)):
+            if listing := LISTING.fullmatch(answer["content"]):
+                region = Cells(frozenset([listing[1]]))
+                found.append(Finding(turn, said["content"], said["content"], region, answer["content"]))
+        return found
+
+    def demonstrate(self, prompt: Prompt, known: Sequence[Finding], noise: float, seed: int) -> Demonstration:
+        """The expert goes first where another attempt saw the object."""
+        return self._demonstration(prompt, known, noise, random.Random(seed))
 
     def validate(self) -> list[str]:
         """Whether tasks can be made, and whether the expert's episodes succeed."""
@@ -123,8 +139,12 @@ class Household:
                 sentences.append(f"the expert fails {prompt.messages[0]['content']!r}: report this as a bug")
         return sentences
 
-    def _expert_turns(self, prompt: Prompt, noise: float, draw: random.Random) -> list[Message]:
+    def _demonstration(
+        self, prompt: Prompt, known: Sequence[Finding], noise: float, draw: random.Random
+    ) -> Demonstration:
         episode, expert = HouseholdEpisode(prompt.payload), Expert(prompt.payload)
+        for finding in known:
+            expert.hear(finding.text)
         turns: list[Message] = []
         for turn in itertools.count(1):
             action = expert.action()
@@ -133,7 +153,7 @@ class Household:
             turns.append({"role": "assistant", "content": action})
             observation = episode.step(action)
             if observation.done or turn == self.max_turns:
-                return turns
+                return Demonstration(prompt, turns, episode.won)
             turns.append({"role": "user", "content": observation.text})
             expert.see(action, observation.text)
         raise AssertionError("unreachable")
@@ -236,6 +256,7 @@ class HouseholdEpisode:
         return thing == goal["object"] and place.split()[0] == goal["target"] and clean_enough
 
 
+LISTING = re.compile(r"(?:In|On) (\w+ \d+): (.*)\.")
 COMMANDS = tuple(
     (verb, re.compile(pattern))
     for verb, pattern in (
@@ -315,6 +336,7 @@ class Expert:
         self.target: str = world["target"]
         self.places = list(world["contents"])
         self.seen: dict[str, list[str]] = {}
+        self.heard: dict[str, list[str]] = {}
         self.opened = {place for place in self.places if not _is_closed(place)}
         self.here: str | None = None
         self.holding: str | None = None
@@ -333,9 +355,17 @@ class Expert:
         known = next((place for place, things in self.seen.items() if self.thing in things), None)
         if known is not None:
             return self._reach(known) or f"take {self.thing} from {known}"
-        # What lies at the target already would have ended the task: it is searched last.
+        # Others may have moved things, so what was heard only orders the search. What lies at the target already would
+        # have ended the task: it is searched last.
         unseen = [place for place in self.places if place not in self.seen]
-        unseen.sort(key=lambda place: (place != self.here, place.split()[0] == self.target))
+        unseen.sort(
+            key=lambda place: (
+                self.thing not in self.heard.get(place, ()),
+                place in self.heard,
+                place != self.here,
+                place.split()[0] == self.target,
+            )
+        )
         action = self._reach(unseen[0])
         assert action is not None, "a place that is reached and open has been seen"
         return action
@@ -357,14 +387,23 @@ class Expert:
             case ("put", thing, place):
                 self.holding = None
                 self.seen.setdefault(place, []).append(thing)
-        if listing := re.fullmatch(r"(?:In|On) (\w+ \d+): (.*)\.", observation):
-            self.seen[listing[1]] = [] if listing[2] == "nothing" else listing[2].split(", ")
+        if listing := LISTING.fullmatch(observation):
+            self.seen[listing[1]] = _things(listing[2])
+
+    def hear(self, observation: str) -> None:
+        """Take in what another attempt saw."""
+        if listing := LISTING.fullmatch(observation):
+            self.heard[listing[1]] = sorted({*self.heard.get(listing[1], ()), *_things(listing[2])})
 
     def _reach(self, place: str) -> str | None:
         """The next command on the way to an open `place`; None once there."""
         if self.here != place:
             return f"go to {place}"
         return None if place in self.opened else f"open {place}"
+
+
+def _things(listed: str) -> list[str]:
+    return [] if listed == "nothing" else listed.split(", ")
 
 
 def _expert_actions(world: dict[str, Any]) -> list[str]:
