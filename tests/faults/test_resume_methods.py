@@ -1,5 +1,5 @@
-"""GATS, GRAFT and piPPO keep more than a policy between steps: a teacher's queue and latch, a second policy, a critic.
-A killed run loses none of it, and counts none of it twice."""
+"""GATS, GRAFT and piPPO keep more than a policy between steps: a teacher's queue and latch, a second policy, a critic;
+VISTA's teacher is the policy as it was before the update. A killed run loses none of it, and counts none of it twice."""
 
 from pathlib import Path
 
@@ -37,6 +37,13 @@ PIPPO = [
     "method.critic.warmup_steps=1",
     "method.critic.reference_tokens=48",
     "method.critic.require_reading=false",
+]
+VISTA = [
+    f"environment.path={WORLD.parent / 'peeking.py'}:Peeking",
+    "environment.max_turns=3",
+    "method.support=16",
+    "method.experience.require_reading=false",
+    "update.minibatches=2",
 ]
 
 
@@ -77,6 +84,11 @@ def whole_graft(store, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole_pippo(store, tmp_path_factory):
     return whole_run(store, tmp_path_factory.mktemp("whole-pippo"), "pippo", PIPPO)
+
+
+@pytest.fixture(scope="module")
+def whole_vista(store, tmp_path_factory):
+    return whole_run(store, tmp_path_factory.mktemp("whole-vista"), "vista", VISTA)
 
 
 def assert_ends_alike(place, whole, place_of_death, method):
@@ -146,3 +158,18 @@ def test_a_killed_pippo_run_keeps_its_critic_and_both_optimizers(store, whole_pi
         for p in (place, whole_pippo)
     ]
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [
+        ("update", 1, "after_optimizer"),
+        pytest.param(("signal", 2, "before"), marks=pytest.mark.slow),
+        pytest.param(("journal", 2, "before_append"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_vista_run_gives_its_lessons_once(store, whole_vista, tmp_path, death):
+    place = begin_warm(store, tmp_path, [*LOTTERY, *VISTA], without=())
+    assert_ends_alike(place, whole_vista, death, "vista")
+    assert place.summary["budget"] == whole_vista.summary["budget"]
+    assert place.summary["budget"]["forward_tokens/experience"] > 0
