@@ -24,6 +24,11 @@ class CorruptArtifactError(GleanerError):
     """Stored bytes do not match their digest or their schema version. Never trained on, never retried."""
 
 
+class BadImageError(GleanerError):
+    """Bytes that are no whole image, or one that no policy can be shown. Within a rollout it is data: the rollout ends
+    unscored."""
+
+
 class VerifierContractError(GleanerError):
     """A verifier answered with something that is no verdict (NaN, out of range, wrong type)."""
 

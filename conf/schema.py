@@ -282,6 +282,28 @@ class ScienceworldEnvironment(EnvironmentSettings):
         return self
 
 
+class VisualSearchEnvironment(EnvironmentSettings):
+    """Questions about handwritten digits on a photo, with a tool that crops and zooms."""
+
+    kind: Literal["visual_search"] = "visual_search"
+    max_turns: int = Field(3, ge=1)
+    """The last one must answer: a limit of 3 leaves 2 zooms."""
+    rows: int = Field(3, ge=1, le=9)
+    columns: int = Field(3, ge=1, le=9)
+    digits: int = Field(5, ge=1, le=10)
+    """Cells that hold a digit, each another one."""
+    questions: list[Literal["where", "count", "largest"]] = Field(["where"], min_length=1)
+    """Where a digit is, how many are above a bound, which is the largest."""
+    size: int = Field(20_000, ge=10)
+    validation_share: float = Field(0.1, gt=0, lt=1)
+    test_share: float = Field(0.2, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def training_prompts_remain(self) -> Self:
+        _leave_prompts_for_training(self.validation_share, self.test_share)
+        return self
+
+
 class PythonEnvironment(EnvironmentSettings):
     kind: Literal["python"] = "python"
     path: str = Field(pattern=r"^.+:[A-Za-z_][A-Za-z0-9_]*$")
@@ -298,6 +320,7 @@ AnyEnvironment = Annotated[
     | ScienceworldEnvironment
     | AlfworldEnvironment
     | OpenEnvEnvironment
+    | VisualSearchEnvironment
     | PythonEnvironment,
     Field(discriminator="kind"),
 ]
@@ -314,10 +337,9 @@ class LoraSettings(Settings):
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
 
-class TinyPolicy(Settings):
-    """A Llama-shaped policy of 0.1 to 2 M parameters with a tokenizer of its own, built on the spot."""
+class TinyShape(Settings):
+    """What small policies that are built on the spot have in common."""
 
-    kind: Literal["tiny"] = "tiny"
     hidden: int = Field(64, ge=8)
     layers: int = Field(2, ge=1)
     heads: int = Field(2, ge=1)
@@ -332,6 +354,35 @@ class TinyPolicy(Settings):
         if self.hidden % self.heads:
             raise ValueError(
                 f"policy.hidden={self.hidden} is not a multiple of policy.heads={self.heads}: change one"
+            )
+        return self
+
+
+class TinyPolicy(TinyShape):
+    """A Llama-shaped policy of 0.1 to 2 M parameters with a tokenizer of its own, built on the spot."""
+
+    kind: Literal["tiny"] = "tiny"
+
+
+class TinyVlmPolicy(TinyShape):
+    """A policy that sees: transformers' SmolVLM class with a small vision tower, both trained by the warm start."""
+
+    kind: Literal["tiny_vlm"] = "tiny_vlm"
+    image_size: int = Field(48, ge=16)
+    """Pixels of a side; every image is scaled to it."""
+    patch: int = Field(8, ge=2)
+    """Pixels of a patch's side."""
+    shuffle: int = Field(2, ge=1)
+    """So many patches by so many become one image token: 48 / 8 / 2 gives 3 x 3 tokens."""
+    vision_hidden: int = Field(64, ge=8)
+    vision_layers: int = Field(2, ge=1)
+
+    @model_validator(mode="after")
+    def patches_fill_the_image(self) -> Self:
+        if self.image_size % (self.patch * self.shuffle):
+            raise ValueError(
+                f"policy.image_size={self.image_size} is no multiple of policy.patch x policy.shuffle="
+                f"{self.patch * self.shuffle}: change one"
             )
         return self
 
@@ -356,7 +407,7 @@ class PretrainedPolicy(Settings):
         return self
 
 
-AnyPolicy = Annotated[TinyPolicy | PretrainedPolicy, Field(discriminator="kind")]
+AnyPolicy = Annotated[TinyPolicy | TinyVlmPolicy | PretrainedPolicy, Field(discriminator="kind")]
 
 
 class WarmstartSettings(Settings):

@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect import flow
 
-from gleaner.conf.schema import GleanerSettings
+from gleaner.conf.schema import GleanerSettings, TinyShape
 from gleaner.flows.loop import Progress, RunSummary, entry_of, train
 from gleaner.flows.naming import flow_run_name
 from gleaner.tasks.context import RunContext
@@ -70,5 +70,5 @@ def scores_needed(context: RunContext, before: Progress, batch: Batch) -> tuple[
 
 def sampler_is_exact(settings: GleanerSettings) -> bool:
     """The sampler's log-probabilities are the trainer's own: one module in memory, in full precision."""
-    in_full = settings.policy.kind == "tiny" or settings.policy.dtype == "float32"
+    in_full = isinstance(settings.policy, TinyShape) or settings.policy.dtype == "float32"
     return settings.engine.kind == "transformers" and in_full

@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from gleaner.conf.errors import ConfigurationError
+from gleaner.conf.errors import ConfigurationError, ContractError
 from gleaner.models.records import Message
+from gleaner.models.vision import Eyes, ImagePlace
 
 ASK = {"role": "user", "content": "Ask."}
 PROBE = "Zq7 answer"
@@ -25,13 +26,16 @@ class Chat:
     Args:
         tokenizer: with a chat template.
         multi_turn: check that the template lets an episode grow. Set it to False only for single-turn training.
+        eyes: of a policy that sees; without them images are left out of what it reads.
 
     Raises:
         ConfigurationError: there is no chat template, its turns have no end token, or (multi-turn) it rewrites
             earlier turns when new ones are added: sampled ids would not be a prefix of the next context.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, multi_turn: bool = True) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, multi_turn: bool = True, eyes: Eyes | None = None
+    ) -> None:
         if not tokenizer.chat_template:
             raise ConfigurationError(
                 "the policy's tokenizer has no chat template: use an instruction-tuned model, or set "
@@ -39,6 +43,11 @@ class Chat:
             )
         self.tokenizer = tokenizer
         self.multi_turn = multi_turn
+        self.eyes = eyes
+        # Templates of vision-language models take a message's parts, others its text.
+        self._takes_parts = eyes is not None and str(ASK["content"]) not in str(
+            tokenizer.apply_chat_template([ASK], tokenize=False)
+        )
         prompt = self._render([ASK], generation=True)
         answered = self._render([ASK, {"role": "assistant", "content": PROBE}], generation=False)
         if (
@@ -71,7 +80,48 @@ class Chat:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a prompt, up to and including the generation prompt."""
-        return self._encode(self._render([text_only(message) for message in messages], generation=True))
+        return self._encode(self._render([self.written(message) for message in messages], generation=True))
+
+    def written(self, message: Message) -> Message:
+        """The message as one text: images are their placeholders for a policy that sees, and nothing for another. A
+        placeholder within the text itself is broken, so that it encodes as text."""
+        if self.eyes is None:
+            return text_only(message)
+        content, mark = message["content"], self.eyes.placeholder
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        text = "".join(
+            self.eyes.text
+            if part["type"] == "image"
+            else part["text"].replace(mark, f"{mark[:1]} {mark[1:]}")
+            for part in parts
+        )
+        return {**message, "content": text}
+
+    def image_places(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImagePlace]:
+        """Where the images of messages stand in the ids that the messages gave.
+
+        Raises:
+            ContractError: ids and messages do not belong together.
+        """
+        digests = image_digests(messages)
+        if self.eyes is None or not digests:
+            return []
+        mark, count = self.eyes.image_id, self.eyes.tokens
+        starts: list[int] = []
+        place = 0
+        while place < len(ids):
+            if ids[place] != mark:
+                place += 1
+                continue
+            starts.append(place)
+            place += count
+        whole = all(list(ids[start : start + count]) == [mark] * count for start in starts)
+        if len(starts) != len(digests) or not whole:
+            raise ContractError(
+                f"{len(digests)} images were encoded to {sum(token == mark for token in ids)} placeholders instead of "
+                f"{count} each: the chat template adds or drops some"
+            )
+        return list(zip(starts, digests, strict=True))
 
     def observation_ids(self, messages: Sequence[Message], after_stop: bool) -> list[int]:
         """Ids to append after a sampled turn: the new messages, up to and including the next generation prompt.
@@ -80,7 +130,7 @@ class Chat:
             messages: what the environment says, usually one user message.
             after_stop: whether the sampled turn ended with a stop token. If not, the turn is closed first.
         """
-        key = tuple((str(message["role"]), str(text_only(message)["content"])) for message in messages)
+        key = tuple((str(message["role"]), str(self.written(message)["content"])) for message in messages)
         ids = self._observation_text(key)
         return list(ids) if after_stop else [self.end_id, *ids]
 
@@ -116,10 +166,11 @@ class Chat:
         return tuple(self._encode(self._after_end + grown[len(self._episode_text) :]))
 
     def _render(self, messages: Sequence[Message], *, generation: bool) -> str:
+        shown: list[Message] = list(messages)
+        if self._takes_parts:
+            shown = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation
-            )
+            text = self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=generation)
         except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ConfigurationError(
@@ -137,6 +188,17 @@ class Chat:
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+
+def image_digests(messages: Sequence[Message]) -> list[str]:
+    """Digests of the images in messages, in their order."""
+    return [
+        part["digest"]
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part["type"] == "image"
+    ]
 
 
 def text_only(message: Message) -> Message:

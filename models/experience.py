@@ -20,6 +20,7 @@ from gleaner.models.methods.grpo import EpisodeSegmentKey
 from gleaner.models.records import Message, Segment
 from gleaner.models.regions import overlap
 from gleaner.models.signal import Episode, Group, Ints
+from gleaner.models.vision import ImagePlace
 
 HEADING = "What other attempts at this task found:"
 CLOSING = "Your attempt:"
@@ -270,6 +271,7 @@ class TeacherRow:
     Attributes:
         tokens: places of the read tokens among the rollout's learnable ones.
         loss_mask: 1 on them.
+        image_places: of the prompt's images, the experience's and the rollout's.
     """
 
     key: EpisodeSegmentKey
@@ -277,6 +279,7 @@ class TeacherRow:
     context_ids: list[int]
     sampled_ids: list[int]
     loss_mask: list[int]
+    image_places: list[ImagePlace]
 
 
 def teacher_rows(
@@ -318,10 +321,15 @@ def teacher_rows(
         mask = np.zeros(end, dtype=np.int64)
         for start, stop in fitting:
             mask[start:stop] = 1
-        places = np.cumsum(segment.loss_mask) - 1
-        rows.append(
-            TeacherRow(key, places[:end][mask == 1], context, list(segment.sampled_ids[:end]), mask.tolist())
-        )
+        tokens = np.cumsum(segment.loss_mask) - 1
+        images = chat.image_places(context, written)
+        images += [
+            (len(context) + image["start"], image["digest"])
+            for image in segment.images
+            if 0 <= image["start"] < end and image["length"]
+        ]
+        sampled = list(segment.sampled_ids[:end])
+        rows.append(TeacherRow(key, tokens[:end][mask == 1], context, sampled, mask.tolist(), images))
     return rows, too_long
 
 

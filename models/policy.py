@@ -22,7 +22,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
@@ -31,18 +33,23 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.smolvlm.configuration_smolvlm import SmolVLMConfig
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMForConditionalGeneration
 from transformers.utils import logging as transformers_logging
 
 from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import AnyPolicy, LoraSettings, PretrainedPolicy, TinyPolicy
+from gleaner.conf.schema import AnyPolicy, LoraSettings, PretrainedPolicy, TinyShape, TinyVlmPolicy
 from gleaner.models.chat import Chat, text_only
 from gleaner.models.environments.base import Environment
+from gleaner.models.vision import Eyes, sees
 
 Dtype = Literal["float32", "bfloat16"]
 
 transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # a bar for every save and load of a run would bury the run's own
 
 PAD, END = "<|pad|>", "<|end|>"
+IMAGE = "<|image|>"
 ROLES = ("system", "user", "assistant")
 TINY_TEMPLATE = (
     "{% for message in messages %}"
@@ -88,11 +95,13 @@ class Policy:
         model: causal language model; a PeftModel where LoRA is trained.
         tokenizer: with pad token, end token and chat template.
         context: tokens of prompt and episode together, at most.
+        eyes: of a policy that sees images.
     """
 
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
     context: int
+    eyes: Eyes | None = None
 
     @property
     def language_model(self) -> PreTrainedModel:
@@ -119,8 +128,12 @@ def build_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = (
-            build_tiny(settings, tokenizer or train_tokenizer(environment, settings.vocabulary))
-            if isinstance(settings, TinyPolicy)
+            build_tiny(
+                settings,
+                tokenizer
+                or train_tokenizer(environment, settings.vocabulary, isinstance(settings, TinyVlmPolicy)),
+            )
+            if isinstance(settings, TinyShape)
             else load_pretrained(settings)
         )
         return with_lora(policy, settings.lora) if settings.lora else policy
@@ -129,8 +142,9 @@ def build_policy(
 # ---------------------------------------------------------------------------------------------------- tiny
 
 
-def build_tiny(settings: TinyPolicy, tokenizer: PreTrainedTokenizerBase) -> Policy:
-    """A Llama-shaped policy with random weights: multi-query attention, tied embeddings, float32.
+def build_tiny(settings: TinyShape, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    """A Llama-shaped policy with random weights: multi-query attention, tied embeddings, float32; with a small vision
+    tower in transformers' SmolVLM class where it sees.
 
     Llama, not Qwen2: for a Qwen2 folder transformers ignores the tokenizer's own splitting and normalises text, so
     the saved policy would not encode as the trained one did.
@@ -152,24 +166,68 @@ def build_tiny(settings: TinyPolicy, tokenizer: PreTrainedTokenizerBase) -> Poli
         dtype="float32",
     )
     config._attn_implementation = "sdpa"
+    if isinstance(settings, TinyVlmPolicy):
+        return _tiny_that_sees(settings, config, tokenizer)
     model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
     return ready_policy(model, tokenizer, settings.context)
 
 
-def ready_policy(model: Any, tokenizer: PreTrainedTokenizerBase, context: int) -> Policy:
-    """Evaluation mode, and generation settings that end at the chat template's stop tokens."""
-    model.generation_config = generation_config(tokenizer)
-    return Policy(model.eval(), tokenizer, context)
+def _tiny_that_sees(
+    settings: TinyVlmPolicy, text_config: LlamaConfig, tokenizer: PreTrainedTokenizerBase
+) -> Policy:
+    config = SmolVLMConfig(
+        text_config=text_config.to_dict(),
+        vision_config={
+            "hidden_size": settings.vision_hidden,
+            "intermediate_size": 4 * settings.vision_hidden,
+            "num_hidden_layers": settings.vision_layers,
+            "num_attention_heads": settings.heads,
+            "image_size": settings.image_size,
+            "patch_size": settings.patch,
+            "initializer_range": settings.vision_hidden**-0.5,
+        },
+        image_token_id=int(tokenizer.convert_tokens_to_ids(IMAGE)),  # type: ignore[arg-type]
+        scale_factor=settings.shuffle,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    config._attn_implementation = "sdpa"
+    model: Any = SmolVLMForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+    side = {"longest_edge": settings.image_size}
+    processor = SmolVLMImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    return ready_policy(model, tokenizer, settings.context, processor)
 
 
-def generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    stop_ids = Chat(tokenizer, multi_turn=False).stop_ids
+def ready_policy(
+    model: Any, tokenizer: PreTrainedTokenizerBase, context: int, processor: Any = None
+) -> Policy:
+    """Evaluation mode, generation settings that end at the chat template's stop tokens, and eyes with a processor."""
+    eyes = None
+    if processor is not None:
+        # SmolVLM's own checkpoints put these around an image.
+        known = tokenizer.get_vocab()
+        framed = "<fake_token_around_image>" in known and "<global-img>" in known
+        around = (
+            ("<fake_token_around_image><global-img>", "<fake_token_around_image>") if framed else ("", "")
+        )
+        eyes = Eyes(model, processor, tokenizer, around)
+    model.generation_config = generation_config(tokenizer, eyes)
+    return Policy(model.eval(), tokenizer, context, eyes)
+
+
+def generation_config(tokenizer: PreTrainedTokenizerBase, eyes: Eyes | None = None) -> GenerationConfig:
+    stop_ids = Chat(tokenizer, multi_turn=False, eyes=eyes).stop_ids
     values: Any = {"eos_token_id": sorted(stop_ids), "pad_token_id": tokenizer.pad_token_id}
     return GenerationConfig(**values)  # type: ignore[no-untyped-call]
 
 
-def train_tokenizer(environment: Environment, vocabulary: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE over what the environment says and its experts answer; digits stay single tokens."""
+def train_tokenizer(
+    environment: Environment, vocabulary: int, images: bool = False
+) -> PreTrainedTokenizerBase:
+    """A byte-level BPE over what the environment says and its experts answer; digits stay single tokens. With `images`
+    it has a placeholder for them."""
+    special = [PAD, END, *(f"<|{role}|>" for role in ROLES), *([IMAGE] if images else [])]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -178,7 +236,7 @@ def train_tokenizer(environment: Environment, vocabulary: int) -> PreTrainedToke
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[PAD, END, *(f"<|{role}|>" for role in ROLES)],
+        special_tokens=special,
         show_progress=False,
     )
     tokenizer.train_from_iterator(tokenizer_texts(environment), trainer)
@@ -186,7 +244,7 @@ def train_tokenizer(environment: Environment, vocabulary: int) -> PreTrainedToke
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[f"<|{role}|>" for role in ROLES],
+        additional_special_tokens=special[2:],
         chat_template=TINY_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
@@ -262,7 +320,9 @@ def load_checked(
     path: str, *, revision: str | None, dtype: Dtype | None, attention: str, context: int | None
 ) -> Policy:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        seeing = sees(AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False))
+        family = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        model = family.from_pretrained(
             path,
             revision=revision,
             dtype=dtype or "auto",
@@ -270,6 +330,9 @@ def load_checked(
             trust_remote_code=False,
         )
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        processor = (
+            SmolVLMImageProcessorPil.from_pretrained(path, revision=revision or "main") if seeing else None
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigurationError(
@@ -282,12 +345,12 @@ def load_checked(
                 f"the tokenizer of policy.path={path} has no {wanted.split(' ', 1)[1]}: set tokenizer."
                 f"{attribute.removesuffix('_id')} to {wanted} of its vocabulary and save the folder again"
             )
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and longest and context > longest:
         raise ConfigurationError(
             f"policy.context={context} exceeds the model's {longest} positions: lower it"
         )
-    return ready_policy(model, tokenizer, context or int(longest or tokenizer.model_max_length))
+    return ready_policy(model, tokenizer, context or int(longest or tokenizer.model_max_length), processor)
 
 
 def packaged_folder(name: str) -> Path:
@@ -355,7 +418,7 @@ def with_lora(policy: Policy, settings: LoraSettings) -> Policy:
             f"policy.lora.target_modules={settings.target_modules} fits no module of the model ({error}): "
             "use all-linear, or names of its linear layers"
         ) from error
-    return Policy(model.eval(), policy.tokenizer, policy.context)
+    return Policy(model.eval(), policy.tokenizer, policy.context, policy.eyes)
 
 
 # ---------------------------------------------------------------------------------------------------- save
@@ -370,11 +433,13 @@ def save_policy(policy: Policy, folder: Path) -> None:
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     model = merged(policy.model)
-    model.generation_config = generation_config(policy.tokenizer)
+    model.generation_config = generation_config(policy.tokenizer, policy.eyes)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         model.save_pretrained(temporary, safe_serialization=True)
         policy.tokenizer.save_pretrained(temporary)
+        if policy.eyes is not None:
+            policy.eyes.processor.save_pretrained(temporary)
         temporary.chmod(0o755)
         try:
             temporary.rename(folder)

@@ -5,6 +5,7 @@ the column and the fix. Token lists of a signal and `logprobs` hold the *learnab
 order, so `len(logprobs) == sum(loss_mask)`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,11 @@ class Prompt:
     payload: dict[str, Any]
 
 
+def placed(images: Sequence[dict[str, Any]], context: int) -> list[tuple[int, str]]:
+    """Places of images in a row whose context has so many tokens."""
+    return [(context + image["start"], image["digest"]) for image in images]
+
+
 @dataclass(frozen=True)
 class Segment:
     """What a policy saw and what it sampled, once. A growing episode is one segment.
@@ -44,6 +50,8 @@ class Segment:
         logprobs: of the distribution that was sampled from, learnable tokens only.
         transcript: the episode's messages after the prompt, for people and verifiers.
         environment_result: what the environment itself says of the episode (e.g. {"won": true}); empty if nothing.
+        images: digest, start and length of each image that the policy saw, in tokens; start counts from the first
+            sampled token, so a prompt's images begin below zero. A policy of text has none.
     """
 
     prompt_id: str
@@ -61,6 +69,11 @@ class Segment:
     transcript: list[Message]
     environment_result: dict[str, Any]
     images: list[dict[str, Any]]
+
+    @property
+    def image_places(self) -> list[tuple[int, str]]:
+        """(first token within context and sampled ids, digest) of each image."""
+        return placed(self.images, len(self.context_ids))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from gleaner.conf.errors import ConfigurationError
+from gleaner.conf.errors import BadImageError, ConfigurationError, ContractError
 from gleaner.conf.schema import SamplingSettings
-from gleaner.models.chat import Chat, text_only
+from gleaner.models.chat import Chat, image_digests, text_only
 from gleaner.models.engines.base import Completion, Engine, Turn
-from gleaner.models.environments.base import Environment, Episode, Observation
-from gleaner.models.records import FinishReason, Message, Prompt, Segment
+from gleaner.models.environments.base import Environment, Episode, HasImages, Observation
+from gleaner.models.images import decode_image
+from gleaner.models.records import FinishReason, Message, Prompt, Segment, placed
+from gleaner.models.vision import ImagePlace
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -57,6 +59,10 @@ class Rollout:
     result: dict[str, Any] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
 
+    def places(self, chat: Chat) -> list[ImagePlace]:
+        """Where the images stand that the policy saw so far."""
+        return placed(self.images, len(self.context_ids)) if chat.eyes is not None else []
+
     def fail(self, error: Exception) -> None:
         self.finish_reason = "error"
         self.result["error"] = f"{type(error).__name__}: {error}"
@@ -86,8 +92,7 @@ def collect(
     Args:
         first_sample: number of the first rollout of each group (refills go on counting).
         context_limit: tokens of prompt and episode together.
-        store_image: keeps an encoded image and returns its digest; given only where the policy sees images. Until a
-            policy has image tokens, spans have length 0.
+        store_image: keeps an encoded image and returns its digest. For a policy of text spans have length 0.
 
     Returns:
         Segments, prompt after prompt, `group_size` each.
@@ -101,6 +106,9 @@ def collect(
             "this environment has several turns, and the chat was built for one: build it with multi_turn=True, which "
             "checks that the template keeps history as it is"
         )
+    if store_image is not None and isinstance(environment, HasImages):
+        for prompt in prompts:
+            show(environment, prompt, chat, store_image)
     rollouts = begin_rollouts(chat, prompts, group_size, first_sample, run_seed, step, context_limit)
     with stepping(environment) as each, closing(rollouts), engine.session(sampling) as session:
         if environment.max_turns > 1:
@@ -111,7 +119,10 @@ def collect(
             ]
             if not running:
                 break
-            requests = [Turn(row, rollout.ids, hashed(f"{rollout.seed}/{turn}")) for row, rollout in running]
+            requests = [
+                Turn(row, rollout.ids, hashed(f"{rollout.seed}/{turn}"), rollout.places(chat))
+                for row, rollout in running
+            ]
             for (_, rollout), completion in zip(running, session.sample(requests), strict=True):
                 take(rollout, completion, chat)
                 if environment.max_turns == 1:
@@ -132,6 +143,35 @@ def collect(
     return [as_segment(rollout, engine.version or "", digest) for rollout in rollouts]
 
 
+def show(environment: HasImages, prompt: Prompt, chat: Chat, store_image: Callable[[bytes], str]) -> None:
+    """Store the images that a prompt names.
+
+    Raises:
+        ConfigurationError: the policy sees none.
+        ContractError: they are not the images that the prompt names.
+        BadImageError: one of them is no image.
+    """
+    if chat.eyes is None:
+        raise ConfigurationError(
+            f"environment {prompt.environment} asks about images, and the policy sees none: choose policy=tiny_vlm, or "
+            "a vision-language model (policy.path)"
+        )
+    images = environment.images(prompt)
+    for image in images:
+        decode_image(image)
+    if [store_image(image) for image in images] != image_digests(prompt.messages):
+        raise ContractError(
+            f"prompt {prompt.prompt_id} does not name the images that its environment shows: name each by the digest "
+            "of its bytes (gleaner.models.images.image_digest)"
+        )
+
+
+def image_spans(places: Sequence[ImagePlace], offset: int, chat: Chat) -> list[dict[str, Any]]:
+    """What a segment remembers of images at these places, `offset` tokens after its first sampled token."""
+    length = chat.eyes.tokens if chat.eyes is not None else 0
+    return [{"digest": digest, "start": start + offset, "length": length} for start, digest in places]
+
+
 def begin_rollouts(
     chat: Chat,
     prompts: Sequence[Prompt],
@@ -149,9 +189,10 @@ def begin_rollouts(
                 f"prompt {prompt.prompt_id} has {len(context)} tokens, which fills the context of {context_limit}: "
                 "raise policy.context, or leave out long prompts"
             )
+        spans = image_spans(chat.image_places(context, prompt.messages), -len(context), chat)
         for sample in range(first_sample, first_sample + group_size):
             seed = rollout_seed(run_seed, step, prompt.prompt_id, sample)
-            rollouts.append(Rollout(prompt, sample, seed, context, list(context)))
+            rollouts.append(Rollout(prompt, sample, seed, context, list(context), images=list(spans)))
     return rollouts
 
 
@@ -228,10 +269,17 @@ def observe(
             "image input (policy.path), or an environment of text"
         )
     content: str | list[dict[str, Any]] = observation.text
+    place = len(rollout.ids) - len(rollout.context_ids)
     if observation.images and store_image is not None:
+        try:
+            for image in observation.images:
+                decode_image(image)
+        except BadImageError as error:
+            rollout.fail(error)
+            return
         digests = [store_image(image) for image in observation.images]
-        place = len(rollout.ids) - len(rollout.context_ids)
-        rollout.images += [{"digest": digest, "start": place, "length": 0} for digest in digests]
+        if chat.eyes is None:
+            rollout.images += [{"digest": digest, "start": place, "length": 0} for digest in digests]
         parts = [{"type": "image", "digest": digest} for digest in digests]
         content = [*parts, {"type": "text", "text": observation.text}]
     rollout.transcript.append({"role": "user", "content": content})
@@ -245,6 +293,7 @@ def observe(
     if len(rollout.ids) + len(new) >= context_limit:
         end_early(rollout, "length")
         return
+    rollout.images += image_spans(chat.image_places(new, [rollout.transcript[-1]]), place, chat)
     rollout.ids += new
     rollout.loss_mask += [0] * len(new)
 

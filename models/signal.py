@@ -215,6 +215,7 @@ class SignalRow:
         support_tokens, support_ids, support_logprobs: for `topk`, (m,) indices of the tokens with a
             coefficient, and their supports (m, K).
         value_coef, returns, old_values: (n,) a critic's weights and targets, and its values before the update.
+        image_places: where the segment's images stand in context and sampled tokens, joined in like them.
     """
 
     rollouts: str
@@ -245,6 +246,7 @@ class SignalRow:
     value_coef: Floats | None = None
     returns: Floats | None = None
     old_values: Floats | None = None
+    image_places: Sequence[tuple[int, str]] = ()
 
     @property
     def key(self) -> SegmentKey:
@@ -312,6 +314,7 @@ def row_of(
         advantage=np.full(len(sampler), advantage) if np.isscalar(advantage) else np.asarray(advantage),
         old_logprobs=sampler if old_logprobs is None else np.asarray(old_logprobs, dtype=np.float64),
         sampler_logprobs=None if fields.get("origin") == "peer" else sampler,
+        image_places=() if context is not None else segment.image_places,
         **fields,
     )
     if not len(row.context_ids):

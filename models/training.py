@@ -30,6 +30,7 @@ from gleaner.models.objective import (
     value_sums,
 )
 from gleaner.models.signal import Floats, Ints, LearningSignal, Objective, SignalRow
+from gleaner.models.vision import Eyes, ImagePlace, text_backbone
 
 STATE_SCHEMA_VERSION = 1
 
@@ -50,6 +51,8 @@ class HasTokens(Protocol):
     def sampled_ids(self) -> Any: ...
     @property
     def loss_mask(self) -> Any: ...
+    @property
+    def image_places(self) -> Sequence[ImagePlace]: ...
 
 
 # ------------------------------------------------------------------------------------------ micro-batches
@@ -69,6 +72,8 @@ class _Tokens:
     """Learnable tokens of each row."""
     real: int
     """Tokens that are no padding."""
+    images_B: list[Sequence[ImagePlace]]
+    """Where images stand in each row."""
 
 
 def _length(row: HasTokens) -> int:
@@ -113,6 +118,7 @@ def _collate(rows: Sequence[HasTokens], device: torch.device) -> _Tokens:
         row_N=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)).to(device),
         counts=counts,
         real=sum(_length(row) for row in rows),
+        images_B=[row.image_places for row in rows],
     )
 
 
@@ -191,10 +197,11 @@ class _Scorer(nn.Module):
     """Log-probabilities at chosen positions, as one module, so that a distributed wrapper sees a single
     forward."""
 
-    def __init__(self, model: Any, chunk: int) -> None:
+    def __init__(self, model: Any, chunk: int, eyes: Eyes | None) -> None:
         super().__init__()
         self.model = model
         self.chunk = chunk
+        self.eyes = eyes
 
     def forward(
         self,
@@ -205,7 +212,7 @@ class _Scorer(nn.Module):
         support_temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """logprobs_N, entropy_N and, with supports, renormalised log-probabilities (M, K)."""
-        hidden_NH = self.hidden(tokens.ids_BL).flatten(0, 1).index_select(0, tokens.positions_N)
+        hidden_NH = self.hidden(tokens)
         weight_VH, bias_V = self.head()
         logprobs_N, entropy_N = chunked_logprobs(
             hidden_NH, weight_VH, tokens.targets_N, temperature, self.chunk, bias_V
@@ -217,8 +224,10 @@ class _Scorer(nn.Module):
         )
         return logprobs_N, entropy_N, support_MK
 
-    def hidden(self, ids_BL: Tensor) -> Tensor:
-        return _hidden(self.model, ids_BL)
+    def hidden(self, tokens: _Tokens) -> Tensor:
+        """(N, H) final hidden states where learnable tokens are predicted."""
+        hidden_BLH = _hidden(self.model, self.eyes, tokens)
+        return hidden_BLH.flatten(0, 1).index_select(0, tokens.positions_N)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         head = _causal(self.model).get_output_embeddings()
@@ -228,9 +237,10 @@ class _Scorer(nn.Module):
 class _Valuer(nn.Module):
     """A critic: a linear head on the final hidden states, where the policy's learnable tokens are predicted."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, eyes: Eyes | None) -> None:
         super().__init__()
         self.model = model
+        self.eyes = eyes
         embedding = _causal(model).get_input_embeddings().weight
         # Its usual random weights would be drawn from the generator whose state checkpoints hold.
         self.head = nn.utils.skip_init(  # type: ignore[no-untyped-call]
@@ -245,13 +255,17 @@ class _Valuer(nn.Module):
 
     def forward(self, tokens: _Tokens) -> Tensor:
         """values_N: V_t at the last token of the state in which the t-th learnable token was sampled."""
-        hidden_BLH = _hidden(self.model, tokens.ids_BL)
+        hidden_BLH = _hidden(self.model, self.eyes, tokens)
         return self.head(hidden_BLH.flatten(0, 1).index_select(0, tokens.positions_N)).squeeze(1)
 
 
-def _hidden(model: Any, ids_BL: Tensor) -> Tensor:
+def _hidden(model: Any, eyes: Eyes | None, tokens: _Tokens) -> Tensor:
     """(B, L, H). No attention mask: padding is on the right, where a causal model's real tokens never look."""
-    return _causal(model).base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+    backbone = text_backbone(_causal(model))
+    if eyes is None or not any(tokens.images_B):
+        return backbone(input_ids=tokens.ids_BL, use_cache=False).last_hidden_state
+    embeds_BLH = eyes.embed(tokens.ids_BL, tokens.images_B)
+    return backbone(inputs_embeds=embeds_BLH, use_cache=False).last_hidden_state
 
 
 def _causal(model: Any) -> Any:
@@ -283,7 +297,8 @@ def _refuse_unusual_head(scorer: _Scorer) -> None:
     ids_BL = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0]).unsqueeze(0)
     with torch.no_grad():
         expected = causal(input_ids=ids_BL, use_cache=False).logits.float()
-        logits = nn.functional.linear(scorer.hidden(ids_BL), *scorer.head()).float()
+        hidden_BLH = text_backbone(causal)(input_ids=ids_BL, use_cache=False).last_hidden_state
+        logits = nn.functional.linear(hidden_BLH, *scorer.head()).float()
     if not torch.allclose(expected, logits, rtol=1e-2, atol=1e-2 * float(expected.abs().max() + 1e-6)):
         raise ConfigurationError(
             f"{type(causal).__name__} scales or caps its logits after the output head, which the update does not "
@@ -320,6 +335,7 @@ class Learner:
         slot: str = "policy",
         keep_reference: bool = False,
         values: bool = False,
+        eyes: Eyes | None = None,
         accelerator: Accelerator | None = None,
     ) -> None:
         """Take the policy's model over: it is moved to the accelerator's device and trained in place.
@@ -327,6 +343,7 @@ class Learner:
         Args:
             values: learn values instead of log-probabilities: a critic, whose new head starts at zero. Such a learner
                 has `judge` in place of `score`.
+            eyes: the policy's, if it sees.
             keep_reference: remember the weights as they are now, for `score(..., reference=True)`. On a
                 resume build the learner from the run's first version, then `load_state`.
         """
@@ -340,9 +357,9 @@ class Learner:
         self.model.eval().to(self.accelerator.device)
         self.values = values
         module = (
-            _Valuer(self.model).to(self.accelerator.device)
+            _Valuer(self.model, eyes).to(self.accelerator.device)
             if values
-            else _Scorer(self.model, settings.logprob_chunk)
+            else _Scorer(self.model, settings.logprob_chunk, eyes)
         )
         if isinstance(module, _Scorer):
             _refuse_unusual_head(module)
@@ -520,8 +537,8 @@ class Learner:
         scorer = self.accelerator.unwrap_model(self._module)
 
         def forward(tokens: _Tokens, _members: Sequence[int]) -> Tensor:
-            hidden_NH = scorer.hidden(tokens.ids_BL).flatten(0, 1).index_select(0, tokens.positions_N)
             weight_VH, bias_V = scorer.head()
+            hidden_NH = scorer.hidden(tokens)
             return chunked_top_ids(hidden_NH, weight_VH, count, self.settings.logprob_chunk, bias_V)
 
         return [part.astype(np.int64) for part in self._by_row(rows, forward)]

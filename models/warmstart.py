@@ -26,10 +26,12 @@ from trl.trainer.sft_trainer import SFTTrainer
 from gleaner.conf.errors import ConfigurationError
 from gleaner.conf.schema import ExperienceSettings, WarmstartSettings
 from gleaner.models.chat import Chat, text_only
-from gleaner.models.environments.base import Demonstration, Environment, HasFindings, HasTopics
+from gleaner.models.environments.base import Demonstration, Environment, HasFindings, HasImages, HasTopics
 from gleaner.models.experience import Experience, align, experience_messages
+from gleaner.models.images import image_digest
 from gleaner.models.logprobs import chunked_logprobs
 from gleaner.models.policy import Policy
+from gleaner.models.vision import Eyes, text_backbone
 
 IGNORED = -100
 """Label of a token without loss."""
@@ -61,9 +63,11 @@ def warmstart(
     Raises:
         ConfigurationError: the environment has no demonstrations, none fits the context, or training diverged.
     """
-    chat = Chat(policy.tokenizer, multi_turn=environment.max_turns > 1)
+    chat = Chat(policy.tokenizer, multi_turn=environment.max_turns > 1, eyes=policy.eyes)
     shown = informed(environment, demonstrations(environment, settings, seed), settings, chat, seed)
     rows = [labelled(chat, each) for each in shown]
+    if policy.eyes is not None:
+        policy.eyes.source = all_images(environment, shown).__getitem__
     fitting = [row for row in rows if len(row["input_ids"]) <= policy.context]
     if not fitting:
         shortest = min((len(row["input_ids"]) for row in rows), default=0)
@@ -80,6 +84,8 @@ def warmstart(
             ),
             train_dataset=Dataset.from_list(fitting),
             processing_class=policy.tokenizer,
+            data_collator=Collator(int(policy.tokenizer.pad_token_id)),
+            eyes=policy.eyes,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -170,8 +176,37 @@ def informed(
         known = [entry.experience.finding for entry in entries]
         told = experience_messages(each.prompt.messages, entries, chat, reading.tokens)
         again = environment.demonstrate(each.prompt, known, settings.noise, draw.getrandbits(32))
-        found.append(replace(again, prompt=replace(each.prompt, messages=told)))
+        shown_images = {digest: image for other in (again, *others) for digest, image in other.images.items()}
+        found.append(replace(again, prompt=replace(each.prompt, messages=told), images=shown_images))
     return found
+
+
+def all_images(environment: Environment, shown: Sequence[Demonstration]) -> dict[str, bytes]:
+    """digest → encoded image, of all that the demonstrations show."""
+    images = {digest: image for each in shown for digest, image in each.images.items()}
+    if isinstance(environment, HasImages):
+        for each in shown:
+            images |= {image_digest(image): image for image in environment.images(each.prompt)}
+    return images
+
+
+class Collator:
+    """Rows padded on the right; where their images stand goes along as it is."""
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        width = max(len(row["input_ids"]) for row in rows)
+
+        def padded(name: str, value: int) -> torch.Tensor:
+            return torch.tensor([row[name] + [value] * (width - len(row[name])) for row in rows])
+
+        return {
+            "input_ids": padded("input_ids", self.pad),
+            "labels": padded("labels", IGNORED),
+            "images": [list(zip(row["image_starts"], row["image_digests"], strict=True)) for row in rows],
+        }
 
 
 class AnswerTrainer(SFTTrainer):
@@ -179,18 +214,31 @@ class AnswerTrainer(SFTTrainer):
 
     TRL does the same on a GPU; on a CPU it scores every position, most of which carry no loss. There is no attention
     mask: padding is on the right, where no real token looks.
+
+    Args:
+        eyes: of a policy that sees.
     """
+
+    def __init__(self, *arguments: Any, eyes: Eyes | None = None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.eyes = eyes
 
     def compute_loss(
         self,
         model: Any,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Mean negative log-likelihood of the labelled tokens, over all micro-batches of an optimizer step."""
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        hidden_BTH = causal.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state
+        ids_BT, images_B = inputs["input_ids"], inputs.get("images")
+        embeds_BTH = (
+            causal.get_input_embeddings()(ids_BT)
+            if self.eyes is None
+            else self.eyes.embed(ids_BT, images_B or [[]] * len(ids_BT))
+        )
+        hidden_BTH = text_backbone(causal)(inputs_embeds=embeds_BTH, use_cache=False).last_hidden_state
         targets_BT = inputs["labels"][:, 1:]
         has_loss_BT = targets_BT != IGNORED
         head = causal.get_output_embeddings()
@@ -200,14 +248,15 @@ class AnswerTrainer(SFTTrainer):
         return -logprobs_N.sum() / (len(logprobs_N) if num_items_in_batch is None else num_items_in_batch)
 
 
-def labelled(chat: Chat, demonstration: Demonstration) -> dict[str, list[int]]:
-    """Token ids of a demonstration, and labels that are IGNORED outside of the assistant's turns.
+def labelled(chat: Chat, demonstration: Demonstration) -> dict[str, Any]:
+    """Token ids of a demonstration, labels that are IGNORED outside of the assistant's turns, and where images stand.
 
     The pieces are the turn loop's own: the prompt up to the generation prompt, each answer with its end token, each
     observation up to the next generation prompt.
     """
     ids = chat.prompt_ids(demonstration.prompt.messages)
     labels = [IGNORED] * len(ids)
+    images = chat.image_places(ids, demonstration.prompt.messages)
     said: list[dict[str, Any]] = []
     for message in demonstration.turns:
         if message["role"] != "assistant":
@@ -215,6 +264,7 @@ def labelled(chat: Chat, demonstration: Demonstration) -> dict[str, list[int]]:
             continue
         if said:
             observation = chat.observation_ids(said, after_stop=True)
+            images += [(len(ids) + start, digest) for start, digest in chat.image_places(observation, said)]
             ids += observation
             labels += [IGNORED] * len(observation)
             said = []
@@ -222,13 +272,18 @@ def labelled(chat: Chat, demonstration: Demonstration) -> dict[str, list[int]]:
         answer = chat.answer_ids(content, ended=True)
         ids += answer
         labels += answer
-    return {"input_ids": ids, "labels": labels}
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "image_starts": [start for start, _ in images],
+        "image_digests": [digest for _, digest in images],
+    }
 
 
 def _arguments(
     policy: Policy, settings: WarmstartSettings, seed: int, folder: Path, longest: int, interval: int
 ) -> SFTConfig:
-    config = policy.language_model.config
+    config = policy.language_model.config.get_text_config()
     tokens = ACTIVATION_BUDGET // (config.num_hidden_layers * config.hidden_size)
     rows = max(
         n
@@ -254,6 +309,7 @@ def _arguments(
         max_length=None,
         pad_to_multiple_of=None,
         dataset_kwargs={"skip_prepare_dataset": True},
+        remove_unused_columns=False,
         dataloader_pin_memory=False,
         logging_steps=interval,
         logging_first_step=True,

@@ -66,6 +66,7 @@ class _Row:
     context_ids: list[int]
     sampled_ids: list[int]
     loss_mask: list[int]
+    image_places: tuple[tuple[int, str], ...] = ()
 
 
 def method_of(context: RunContext) -> PippoMethod:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,9 +114,10 @@ def learn_from_siblings(context: RunContext, version: str, batch: Batch, step: i
             decisions, messages, holder.chat, method.experience, holder.policy.context
         )
         if method.experience.reads == "nothing":
-            own = {decision.key: decision.segment.context_ids for decision in decisions}
+            own = {decision.key: decision.segment for decision in decisions}
             rows = [
-                TeacherRow(row.key, row.tokens, own[row.key], row.sampled_ids, row.loss_mask) for row in rows
+                replace(row, context_ids=own[row.key].context_ids, image_places=own[row.key].image_places)
+                for row in rows
             ]
         metrics["experience/too_long"] = float(too_long)
         started = time.perf_counter()

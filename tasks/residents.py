@@ -49,10 +49,14 @@ class Resident:
         self.context = context
         self.start = start
         self.policy = start_weights(context, start)
+        if self.policy.eyes is not None:
+            self.policy.eyes.source = context.store.get_bytes
         self._seed()
         self.slot = slot
         self.learner = self._learner(self.policy, keep_reference=context.settings.method.kl_coef > 0)
-        self.chat = Chat(self.policy.tokenizer, multi_turn=context.environment.max_turns > 1)
+        self.chat = Chat(
+            self.policy.tokenizer, multi_turn=context.environment.max_turns > 1, eyes=self.policy.eyes
+        )
         self.version = start
         self._engine: Engine | None = None
 
@@ -78,6 +82,7 @@ class Resident:
             slot=self.slot,
             keep_reference=keep_reference and not critic,
             values=critic,
+            eyes=policy.eyes,
         )
 
     def _seed(self) -> None:

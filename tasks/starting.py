@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gleaner.conf.schema import PretrainedPolicy
+from gleaner.conf.schema import PretrainedPolicy, TinyShape
 from gleaner.models.policy import build_policy, save_policy
 from gleaner.models.warmstart import warmstart
 from gleaner.tasks.context import RunContext
@@ -40,7 +40,7 @@ def ensure_start(context: RunContext) -> tuple[Record, bool]:
 def start_key(context: RunContext) -> str:
     """The name of the start version: a digest of policy, warm start, environment, seed and code."""
     settings = context.settings
-    needs_environment = settings.policy.kind == "tiny" or settings.warmstart is not None
+    needs_environment = isinstance(settings.policy, TinyShape) or settings.warmstart is not None
     return cache_key(
         "start",
         code_version("gleaner.models.policy", "gleaner.models.warmstart"),
@@ -61,7 +61,7 @@ def _make(context: RunContext, version: str) -> Record:
         return Record({}, {"version": version, "metrics": {}}, code)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "policy"
-        tokenizer = tokenizer_of(context, settings.policy) if settings.policy.kind == "tiny" else None
+        tokenizer = tokenizer_of(context, settings.policy) if isinstance(settings.policy, TinyShape) else None
         policy = build_policy(settings.policy, context.shared_environment, settings.run.seed, tokenizer)
         metrics: dict[str, float] = {}
         if settings.warmstart is not None:

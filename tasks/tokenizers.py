@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from gleaner.conf.schema import AnyPolicy, PretrainedPolicy, TinyPolicy
+from gleaner.conf.schema import AnyPolicy, PretrainedPolicy, TinyShape, TinyVlmPolicy
 from gleaner.models.policy import load_tokenizer, train_tokenizer
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.keys import cache_key, code_version
@@ -20,17 +20,21 @@ def tokenizer_of(context: RunContext, policy: AnyPolicy) -> PreTrainedTokenizerB
     Raises:
         ConfigurationError: a pretrained one cannot be loaded.
     """
-    return _tiny(context, policy.vocabulary) if isinstance(policy, TinyPolicy) else load_tokenizer(policy)
+    if isinstance(policy, TinyShape):
+        return _tiny(context, policy.vocabulary, isinstance(policy, TinyVlmPolicy))
+    return load_tokenizer(policy)
 
 
 @functools.lru_cache(maxsize=4)
-def _tiny(context: RunContext, vocabulary: int) -> PreTrainedTokenizerBase:
+def _tiny(context: RunContext, vocabulary: int, images: bool) -> PreTrainedTokenizerBase:
     code = code_version("gleaner.models.policy")
-    key = cache_key("tokenizer", code, environment=context.environment_digest, vocabulary=vocabulary)
+    key = cache_key(
+        "tokenizer", code, environment=context.environment_digest, vocabulary=vocabulary, images=images
+    )
 
     def make() -> Record:
         with tempfile.TemporaryDirectory() as scratch:
-            train_tokenizer(context.shared_environment, vocabulary).save_pretrained(scratch)
+            train_tokenizer(context.shared_environment, vocabulary, images).save_pretrained(scratch)
             return Record(context.store.put_folder(Path(scratch)), {}, code)
 
     record, _ = context.store.memoise(key, make)

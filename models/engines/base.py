@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from gleaner.conf.schema import SamplingSettings
+from gleaner.models.vision import ImagePlace
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Turn:
     Attributes:
         row: the rollout's index in its session. From one turn to the next the context of a row only grows.
         context_ids: everything before the turn, as token ids: never decoded and encoded again.
+        images: where images stand in it, for a policy that sees.
         seed: seed of this turn's tokens: the same (weights, shard, seed) gives the same tokens.
     """
 
     row: int
     context_ids: Sequence[int]
     seed: int
+    images: Sequence[ImagePlace] = ()
 
 
 @dataclass(frozen=True)

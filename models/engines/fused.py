@@ -42,11 +42,11 @@ class FusedForward:
     """Hidden states of a Llama, Qwen2 or Qwen3 model through slot attention.
 
     Args:
-        model: the transformers model; its parameters stay its own.
+        model: the transformers model without its output head; its parameters stay its own.
     """
 
     def __init__(self, model: Any) -> None:
-        self.backbone = model.base_model
+        self.backbone = model
         self.parameters = list(model.parameters())
         config = model.config
         self.heads: int = config.num_attention_heads
@@ -82,12 +82,12 @@ class FusedForward:
         """Copy all weights again at the next refresh, also those written to behind autograd's back (`.data`)."""
         self.seen = []
 
-    def hidden(self, ids_BS: Tensor, positions_BS: Tensor, step: Prefill | Extend) -> Tensor:
+    def hidden(self, embeds_BSH: Tensor, positions_BS: Tensor, step: Prefill | Extend) -> Tensor:
         """(B, S, hidden) last hidden states."""
-        rows, length = ids_BS.shape
+        rows, length, _ = embeds_BSH.shape
         self._reach(step.length if isinstance(step, Extend) else length)
         split, half = self.heads + self.kv_heads, self.size // 2
-        states = self.backbone.embed_tokens(ids_BS)
+        states = embeds_BSH
         width = (states.shape[-1],)
         cos = F.embedding(positions_BS, self.cos)[:, :, None]
         sin = F.embedding(positions_BS, self.sin)[:, :, None]

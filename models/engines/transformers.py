@@ -31,6 +31,7 @@ from gleaner.models.engines.base import Completion, Scored, Turn
 from gleaner.models.engines.fused import FusedForward
 from gleaner.models.engines.slots import ATTENTION, Extend, Prefill, SlotCache
 from gleaner.models.policy import Policy, load_policy
+from gleaner.models.vision import ImagePlace, text_backbone
 
 COMPACT_AT = 16
 """Finished rows leave the batch once they are one in so many."""
@@ -46,10 +47,13 @@ class Decoder:
 
     def __init__(self, policy: Policy) -> None:
         self.model: Any = policy.language_model
-        self.backbone: Any = self.model.base_model
+        self.backbone: Any = text_backbone(self.model)
+        self.eyes = policy.eyes
+        self.seen: dict[str, Tensor] = {}
+        """Features of images under the present weights."""
         head: Any = self.model.get_output_embeddings
         self.head: Any = head()
-        self.config: Any = self.model.config.get_text_config()
+        self.config: Any = self.backbone.config
         self.device = next(self.model.parameters()).device
         self.layers: int = self.config.num_hidden_layers
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
@@ -58,7 +62,7 @@ class Decoder:
                 f"{type(self.model).__name__} has layers that the transformers engine cannot cache "
                 f"({', '.join(sorted(kinds))}): set engine=vllm, or choose a decoder such as Qwen2, Qwen3 or Llama"
             )
-        self.fused = FusedForward(self.model) if FusedForward.fits(self.model) else None
+        self.fused = FusedForward(self.backbone) if FusedForward.fits(self.backbone) else None
         # Models of softcapped or scaled logits do more than apply their head.
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
 
@@ -80,14 +84,37 @@ class Decoder:
             if training:
                 self.model.train()
 
-    def hidden(self, ids_BS: Tensor, positions_BS: Tensor, step: Prefill | Extend) -> Tensor:
-        """(B, S, hidden) last hidden states; attention goes through `step`."""
+    def hidden(
+        self,
+        ids_BS: Tensor,
+        positions_BS: Tensor,
+        step: Prefill | Extend,
+        images_B: Sequence[Sequence[ImagePlace]] | None = None,
+    ) -> Tensor:
+        """(B, S, hidden) last hidden states; attention goes through `step`.
+
+        Args:
+            images_B: where images stand in each row of `ids_BS`.
+        """
+        embeds_BSH = self._embed(ids_BS, images_B)
         if self.fused is not None:
-            return self.fused.hidden(ids_BS, positions_BS, step)
+            return self.fused.hidden(embeds_BSH, positions_BS, step)
         states: Tensor = self.backbone(
-            input_ids=ids_BS, position_ids=positions_BS, use_cache=False, gleaner_step=step
+            inputs_embeds=embeds_BSH, position_ids=positions_BS, use_cache=False, gleaner_step=step
         ).last_hidden_state
         return states
+
+    def _embed(self, ids_BS: Tensor, images_B: Sequence[Sequence[ImagePlace]] | None) -> Tensor:
+        if images_B is None or not any(images_B):
+            embeds_BSH: Tensor = self.model.get_input_embeddings()(ids_BS)
+            return embeds_BSH
+        if self.eyes is None:
+            raise ContractError("a turn shows images to a policy that sees none: choose policy=tiny_vlm")
+        digests = dict.fromkeys(digest for places in images_B for _, digest in places)
+        new = [digest for digest in digests if digest not in self.seen]
+        if new:
+            self.seen |= dict(zip(new, self.eyes.features(new), strict=True))
+        return self.eyes.embed(ids_BS, images_B, self.seen)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """(N, V) float32 logits."""
@@ -179,6 +206,7 @@ class TransformersEngine:
         """
         self.epoch += 1
         self.version = None
+        self.decoder.seen.clear()
         if self.decoder.fused is not None:
             self.decoder.fused.forget()
         self._check_canary()
@@ -247,7 +275,7 @@ class TransformersEngine:
 
     def _take(self, policy: Policy) -> None:
         self._decoder = Decoder(policy)
-        self._stop_ids = Chat(policy.tokenizer, multi_turn=False).stop_ids
+        self._stop_ids = Chat(policy.tokenizer, multi_turn=False, eyes=policy.eyes).stop_ids
         self.epoch += 1
 
     def stop_table(self) -> npt.NDArray[np.bool_]:
@@ -281,6 +309,11 @@ class TransformersEngine:
                 f"the engine's log-probabilities are off by {error:.3g} on a fixed sequence (tolerance {tolerance:g}): "
                 "restart the run, so that the engine loads the weights anew"
             )
+
+
+def what_is_read(turn: Turn) -> tuple[tuple[int, ...], tuple[ImagePlace, ...]]:
+    """A turn's context, ids and images: what a prefill may be shared by."""
+    return tuple(turn.context_ids), tuple(turn.images)
 
 
 # -------------------------------------------------------------------------------------------------- session
@@ -337,10 +370,10 @@ class TransformersSession:
                     "session for a rewritten context"
                 )
         # Equal contexts are neighbours, and neighbours are of similar length.
-        first_seen: dict[tuple[int, ...], int] = {}
+        first_seen: dict[tuple[tuple[int, ...], tuple[ImagePlace, ...]], int] = {}
         for turn in fresh:
-            first_seen.setdefault(tuple(turn.context_ids), len(first_seen))
-        fresh.sort(key=lambda turn: (len(turn.context_ids), first_seen[tuple(turn.context_ids)]))
+            first_seen.setdefault(what_is_read(turn), len(first_seen))
+        fresh.sort(key=lambda turn: (len(turn.context_ids), first_seen[what_is_read(turn)]))
         longest = max(len(turn.context_ids) for turn in running.values())
         self._arrange({turn.row for turn in known}, [turn.row for turn in fresh], longest)
         parts = []
@@ -372,11 +405,13 @@ class TransformersSession:
         """Encode each distinct context once. Returns (fresh, hidden) states of the last tokens, in slot order."""
         decoder = self.engine.decoder
         contexts: list[list[int]] = []
+        images: list[Sequence[ImagePlace]] = []
         copies: list[int] = []
-        for turn in fresh:
-            context = list(turn.context_ids)
-            if not contexts or contexts[-1] != context:
-                contexts.append(context)
+        for place, turn in enumerate(fresh):
+            # Two pages under the same question are two contexts.
+            if not place or what_is_read(turn) != what_is_read(fresh[place - 1]):
+                contexts.append(list(turn.context_ids))
+                images.append(turn.images)
                 copies.append(0)
             copies[-1] += 1
         last: list[Tensor] = []
@@ -387,7 +422,9 @@ class TransformersSession:
             ids_US, positions_US = padded([contexts[i] for i in chunk], decoder.device)
             source = [u for u, i in enumerate(chunk) for _ in range(copies[i])]
             source_N = torch.tensor(source, device=decoder.device)
-            hidden_USH = decoder.hidden(ids_US, positions_US, Prefill(self.cache, first, source_N))
+            hidden_USH = decoder.hidden(
+                ids_US, positions_US, Prefill(self.cache, first, source_N), [images[i] for i in chunk]
+            )
             ends = torch.tensor([len(contexts[i]) - 1 for i in chunk], device=decoder.device)
             last.append(
                 hidden_USH[torch.arange(len(chunk), device=decoder.device), ends].index_select(0, source_N)
@@ -409,8 +446,16 @@ class TransformersSession:
             )
             length = max(starts[slot] for slot in chunk) + ids_NS.shape[1]
             self.cache.reserve(count, length)
+            images = [
+                [
+                    (place - starts[slot], digest)
+                    for place, digest in running[self.row_at[slot]].images
+                    if place >= starts[slot]
+                ]
+                for slot in chunk
+            ]
             hidden_NSH = decoder.hidden(
-                ids_NS, positions_NS, Extend(self.cache, chunk[0], positions_NS, length)
+                ids_NS, positions_NS, Extend(self.cache, chunk[0], positions_NS, length), images
             )
             ends = torch.tensor([len(new[slot]) - 1 for slot in chunk], device=decoder.device)
             last.append(hidden_NSH[torch.arange(len(chunk), device=decoder.device), ends])

@@ -13,6 +13,7 @@ from gleaner.conf.schema import (
     ReasoningGymEnvironment,
     ScienceworldEnvironment,
     TextworldExpressEnvironment,
+    VisualSearchEnvironment,
 )
 from gleaner.models.environments.base import Environment
 from gleaner.models.plugins import load_object
@@ -69,6 +70,10 @@ def make_environment(settings: AnyEnvironment, seed: int) -> Environment:
         from gleaner.models.environments.scienceworld import Scienceworld
 
         return Scienceworld(settings)
+    if isinstance(settings, VisualSearchEnvironment):
+        from gleaner.models.environments.visual_search import VisualSearch
+
+        return VisualSearch(settings, seed)
     return _user_environment(settings, seed)
 
 

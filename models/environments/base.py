@@ -5,7 +5,7 @@ returns an `Episode`, which may be slow, keep state, live outside the process (a
 the turn loop steps episodes in threads when `parallel_episodes` is above one and always closes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,11 +80,13 @@ class Demonstration:
 
     Attributes:
         success: whether it reached its goal; a noisy one may not.
+        images: digest → encoded image, of those that the turns name.
     """
 
     prompt: Prompt
     turns: list[Message]
     success: bool = True
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,15 @@ class HasAnswers(Protocol):
     """An environment that knows its prompts' ground-truth answers in words: a critic may read them, a policy never."""
 
     def answer(self, prompt: Prompt) -> str: ...
+
+
+@runtime_checkable
+class HasImages(Protocol):
+    """An environment whose prompts show images. A prompt names them by digest, in parts of type image."""
+
+    def images(self, prompt: Prompt) -> list[bytes]:
+        """The encoded images (PNG or JPEG) that the prompt names, in its order."""
+        ...
 
 
 @runtime_checkable

@@ -1,5 +1,5 @@
 """GATS, GRAFT and piPPO keep more than a policy between steps: a teacher's queue and latch, a second policy, a critic;
-VISTA's teacher is the policy as it was before the update. A killed run loses none of it, and counts none of it twice."""
+VISTA's teacher is the policy before the update. A killed run loses none of it, and counts none of it twice."""
 
 from pathlib import Path
 
