@@ -326,7 +326,7 @@ def teacher_rows(
         images += [
             (len(context) + image["start"], image["digest"])
             for image in segment.images
-            if 0 <= image["start"] < end and image["length"]
+            if 0 <= image["start"] < end
         ]
         sampled = list(segment.sampled_ids[:end])
         rows.append(TeacherRow(key, tokens[:end][mask == 1], context, sampled, mask.tolist(), images))

@@ -294,6 +294,22 @@ def load_tokenizer(settings: PretrainedPolicy) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def policy_sees(settings: AnyPolicy) -> bool:
+    """Whether a policy reads images, before any weights are loaded.
+
+    Raises:
+        ConfigurationError: it does in a way that is not served here. A folder without a configuration is told of when
+            its tokenizer or weights are asked for.
+    """
+    if isinstance(settings, TinyShape):
+        return isinstance(settings, TinyVlmPolicy)
+    path, revision = source_of(settings)
+    try:
+        return sees(AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False))
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def source_of(settings: PretrainedPolicy) -> tuple[str, str | None]:
     """(folder or hub id, revision)."""
     if settings.path.startswith("package:"):

@@ -92,7 +92,7 @@ def collect(
     Args:
         first_sample: number of the first rollout of each group (refills go on counting).
         context_limit: tokens of prompt and episode together.
-        store_image: keeps an encoded image and returns its digest. For a policy of text spans have length 0.
+        store_image: keeps an encoded image and returns its digest.
 
     Returns:
         Segments, prompt after prompt, `group_size` each.
@@ -263,10 +263,10 @@ def observe(
     context_limit: int,
 ) -> None:
     """Append what the environment said, or end the episode."""
-    if observation.images and store_image is None:
+    if observation.images and (store_image is None or chat.eyes is None):
         raise ConfigurationError(
-            f"environment {rollout.prompt.environment} shows images, and the policy sees none: choose a policy with "
-            "image input (policy.path), or an environment of text"
+            f"environment {rollout.prompt.environment} shows images, and the policy sees none: choose policy=tiny_vlm "
+            "or a vision-language model (policy.path), or an environment of text"
         )
     content: str | list[dict[str, Any]] = observation.text
     place = len(rollout.ids) - len(rollout.context_ids)
@@ -277,10 +277,7 @@ def observe(
         except BadImageError as error:
             rollout.fail(error)
             return
-        digests = [store_image(image) for image in observation.images]
-        if chat.eyes is None:
-            rollout.images += [{"digest": digest, "start": place, "length": 0} for digest in digests]
-        parts = [{"type": "image", "digest": digest} for digest in digests]
+        parts = [{"type": "image", "digest": store_image(image)} for image in observation.images]
         content = [*parts, {"type": "text", "text": observation.text}]
     rollout.transcript.append({"role": "user", "content": content})
     if observation.done:

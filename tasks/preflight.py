@@ -4,9 +4,17 @@ from importlib.util import find_spec
 from typing import Any
 
 from gleaner.conf.errors import ConfigurationError
-from gleaner.conf.schema import GleanerSettings, GraftMethod, PippoMethod, PretrainedPolicy, VistaMethod
+from gleaner.conf.schema import (
+    GleanerSettings,
+    GraftMethod,
+    GrpoMethod,
+    PippoMethod,
+    PretrainedPolicy,
+    VistaMethod,
+)
 from gleaner.models.chat import Chat
-from gleaner.models.policy import load_tokenizer
+from gleaner.models.environments.base import HasImages
+from gleaner.models.policy import load_tokenizer, policy_sees
 from gleaner.models.verification import check_rewards
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.critics import check_critic
@@ -34,6 +42,7 @@ def preflight(context: RunContext) -> Made[dict[str, Any]]:
     problems = list(environment.validate())
     problems += check_rewards(settings.rewards, context.verifiers)
     problems += _engine(settings)
+    problems += _sight(context)
     if teacher_settings(context) is not None:
         problems += check_teacher(context)
     if isinstance(settings.method, GraftMethod):
@@ -63,6 +72,31 @@ def _engine(settings: GleanerSettings) -> list[str]:
             "set engine=transformers"
         ]
     return []
+
+
+def _sight(context: RunContext) -> list[str]:
+    """What forbids a policy that sees, or one that does not."""
+    settings, environment = context.settings, context.environment
+    try:
+        seeing = policy_sees(settings.policy)
+    except ConfigurationError as error:
+        return [str(error)]
+    if not seeing:
+        if not isinstance(environment, HasImages):
+            return []
+        return [
+            f"{environment.name} asks about images, and the policy sees none: choose policy=tiny_vlm, or a "
+            "vision-language model (policy.path)"
+        ]
+    problems = []
+    if settings.engine.kind != "transformers":
+        problems.append(f"engine={settings.engine.kind} is given no images here: set engine=transformers")
+    if not isinstance(settings.method, GrpoMethod | VistaMethod):
+        problems.append(
+            f"method={settings.method.kind} has readers of text alone beside the policy, and this policy sees: choose "
+            "method=grpo (or a relative) or vista, or a policy of text"
+        )
+    return problems
 
 
 def _prompt_lengths(context: RunContext, policy: PretrainedPolicy) -> tuple[int, list[str]]:

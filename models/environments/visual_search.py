@@ -111,8 +111,8 @@ class VisualSearch:
         return str(prompt.payload["answer"])
 
     def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
-        """The expert's episodes: it zooms on cells that hold a digit, one after the other, and answers when it knows.
-        `noise` is the share of its zooms that go to any cell. What it could not find it guesses."""
+        """The expert's episodes: it zooms on cells that hold a digit, one after the other, says what each of them is, and
+        answers when it knows. `noise` is the share of its zooms that go to any cell. What it could not find it guesses."""
         draw = random.Random(seed)
         prompts = (self.prompt("train", index % self.size("train")) for index in range(count))
         return [self._demonstration(prompt, (), noise, draw) for prompt in prompts]
@@ -169,6 +169,7 @@ class VisualSearch:
         turns: list[Message] = []
         images: dict[str, bytes] = {}
         order = sorted(draw.sample(filled, len(filled)), key=lambda at: not _asked_for(page, at, heard))
+        saw = ""
         for turn in range(self.max_turns):
             left = [at for at in order if at not in seen]
             final = turn + 1 == self.max_turns
@@ -178,7 +179,8 @@ class VisualSearch:
                 at = draw.choice(every) if draw.random() < noise else left[0]
                 seen.add(at)
                 action = f"zoom {at[0]} {at[1]}"
-            turns.append({"role": "assistant", "content": action})
+            turns.append({"role": "assistant", "content": saw + action})
+            saw = _said_of(page, at) if action.startswith("zoom") else ""
             observation = episode.step(action)
             if observation.done:
                 break
@@ -321,6 +323,12 @@ def _true_answer(page: dict[str, Any]) -> str:
     if page["question"] == "count":
         return str(sum(digit > page["bound"] for digit in digits))
     return str(max(digits))
+
+
+def _said_of(page: dict[str, Any], at: tuple[int, int]) -> str:
+    """What the expert says of a crop before it goes on."""
+    digit = next((cell["digit"] for cell in page["cells"] if tuple(cell["at"]) == at), None)
+    return "It is empty.\n" if digit is None else f"It is a {digit}.\n"
 
 
 def _asked_for(page: dict[str, Any], at: tuple[int, int], heard: set[tuple[int, int]]) -> bool:

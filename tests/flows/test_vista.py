@@ -176,3 +176,47 @@ def test_household_episodes_teach_each_other(small):
     metrics = entry["metrics"]
     assert metrics["experience/informed"] > 0
     assert metrics["vista/tokens"] > 0
+
+
+VISUAL = [
+    "environment=visual_search", "policy=tiny_vlm", "policy.vision_hidden=32", "policy.vision_layers=1",
+    "policy.context=512", "warmstart.demonstrations=60", "warmstart.steps=30", "warmstart.batch=16",
+    "warmstart.lr=1e-2", "sampling.max_new_tokens=16",
+]  # fmt: skip
+
+
+def test_a_policy_that_sees_learns_from_the_crops_of_its_siblings(small):
+    settings = small(
+        *VISUAL, "method=vista", "method.support=16", "method.experience.require_reading=false", "run.name=vista-sees",
+        "warmstart.informed=0.5", "run.prompts_per_step=4", "update.minibatches=2",
+    )  # fmt: skip
+    summary = vista(settings)
+    assert summary.steps == 2
+    store = context_of(settings).store
+    for entry in entries_of(settings):
+        assert entry["metrics"]["experience/informed"] > 0
+        assert entry["metrics"]["vista/tokens"] > 0
+        assert entry["metrics"]["update/approx_kl"] < 0.05
+        for ref in entry["rollouts"]:
+            for segment in store.get_rows(tables.ROLLOUTS, ref):
+                assert segment.images[0]["start"] < 0
+                for image in segment.images:
+                    assert store.get_bytes(image["digest"]).startswith(b"\x89PNG")
+
+
+def test_a_policy_of_text_is_refused_on_pages_before_anything_is_sampled(small):
+    settings = small("environment=visual_search", "policy=tiny", "run.name=vista-textual")
+    with pytest.raises(ConfigurationError, match="choose policy=tiny_vlm"):
+        grpo(settings)
+    assert entries_of(settings) == []
+
+
+@pytest.mark.parametrize("method", ["ppo", "graft"])
+def test_methods_that_read_text_alone_are_refused_for_a_policy_that_sees(small, method):
+    from gleaner.flows import graft, pippo
+
+    words = [*VISUAL, f"method={method}", f"run.name=vista-{method}"]
+    if method == "graft":
+        words += ["method.peer.policy={kind: tiny}", "method.peer.warmstart={demonstrations: 10, steps: 2}"]
+    with pytest.raises(ConfigurationError, match="readers of text alone"):
+        (graft.graft if method == "graft" else pippo.pippo)(small(*words))

@@ -1,7 +1,7 @@
 """The turn loop: one turn and many, failures, limits, images, seeds."""
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -234,37 +234,15 @@ def test_parallel_episodes_are_stepped_from_threads() -> None:
     assert [s.sampled_ids for s in segments] == [s.sampled_ids for s in serial]
 
 
-@dataclass
 class Shows(GridEpisode):
-    images: list[bytes] = field(default_factory=lambda: [b"png"])
-
     def step(self, action: str) -> Observation:
         return Observation("Look.", images=(b"png",))
 
 
-def test_images_are_kept_as_references_where_the_policy_sees_them() -> None:
-    stored: list[bytes] = []
-
-    def store(image: bytes) -> str:
-        stored.append(image)
-        return f"digest{len(stored)}"
-
-    segments = rollouts(Walk(max_turns=2, kind=Shows), count=1, group=1, store_image=store)
-    assert stored == [b"png", b"png"]
-    first = segments[0].images[0]
-    assert first["digest"] == "digest1"
-    assert segments[0].loss_mask[: first["start"]] == [1] * first["start"]
-    assert first["length"] == 0
-    assert segments[0].transcript[1]["content"] == [
-        {"type": "image", "digest": "digest1"},
-        {"type": "text", "text": "Look."},
-    ]
-
-
 def test_images_for_a_policy_that_sees_none_are_refused_and_episodes_closed() -> None:
     environment = Walk(max_turns=2, kind=Shows)
-    with pytest.raises(ConfigurationError, match="image input"):
-        rollouts(environment)
+    with pytest.raises(ConfigurationError, match="sees none"):
+        rollouts(environment, store_image=lambda image: "digest")
     assert all(episode.closed == 1 for episode in environment.episodes)
 
 
