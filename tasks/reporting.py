@@ -21,15 +21,19 @@ from prefect.exceptions import PrefectException
 
 from gleaner.models import tables
 from gleaner.models.plots import before_after_plot, learning_plot, ledger_plot
+from gleaner.models.records import Segment
+from gleaner.models.rollout_page import ShownGroup, rollout_page
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.evaluating import Evaluation, example_rollouts
 from gleaner.tasks.journal import Journal
 from gleaner.tasks.publishing import RUNS_FOLDER, Published
+from gleaner.tasks.sampling import load_rollouts
 from gleaner.tasks.tracking import RunTracker
 
 PROGRESS_SECONDS = 3.0
 """A progress artifact is updated at most this often: each update is a call to the Prefect API."""
 SHOWN_ROLLOUTS = 8
+SHOWN_GROUPS = 6
 PREFECT_TROUBLE = (PrefectException, httpx.HTTPError, OSError)
 """A page that cannot be updated is no reason to stop a run."""
 
@@ -119,6 +123,7 @@ class Reporter:
         """Plots, ledger, sample rollouts and a summary; then MLflow's status."""
         self._write_plots(before, after)
         self._write_tables(before, after)
+        self._write_page()
         summary = self._summary(before, after, published)
         (self.folder / "summary.md").write_text(summary)
         self.tracker.artifact(self.folder / "summary.md")
@@ -175,6 +180,33 @@ class Reporter:
             description="sample rollouts and verdicts",
         )
 
+    def _write_page(self) -> None:
+        """Groups of the last step side by side, with their images."""
+        if not self._entries:
+            return
+        last, store = self._entries[-1], self.context.store
+        verdicts = {
+            (verdict.prompt_id, verdict.sample): verdict
+            for table in last["verdicts"]
+            for verdict in store.get_rows(tables.VERDICTS, table)
+        }
+        members: dict[str, list[Segment]] = {}
+        for segment in load_rollouts(self.context, last["rollouts"]):
+            members.setdefault(segment.prompt_id, []).append(segment)
+        groups = [
+            ShownGroup(
+                prompt.prompt_id,
+                prompt.messages,
+                [(s, verdicts.get((s.prompt_id, s.sample))) for s in members.get(prompt.prompt_id, ())],
+            )
+            for table in last["prompts"]
+            for prompt in store.get_rows(tables.PROMPTS, table)
+        ]
+        title = f"{self.context.run_id}: rollouts of step {len(self._entries) - 1}"
+        page = self.folder / "rollouts.html"
+        page.write_text(rollout_page(title, groups[:SHOWN_GROUPS], store.get_bytes))
+        self.tracker.artifact(page)
+
     def _training_rollouts(self) -> list[dict[str, Any]]:
         if not self._entries:
             return []
@@ -197,7 +229,10 @@ class Reporter:
             lines += [f"- steps: {len(self._entries)}", f"- budget: {budget}"]
             recovered = last["metrics"].get("signal/recovered", 0.0)
             lines.append(f"- all-fail groups that moved the policy in the last step: {recovered:.0%}")
-        lines += [f"- policy: `{published.folder}`", f"- plots and rollouts: `{self.folder}`"]
+        lines += [
+            f"- policy: `{published.folder}`",
+            f"- plots and rollouts: `{self.folder}` (`rollouts.html`: groups side by side)",
+        ]
         return "\n".join(lines) + "\n"
 
 
@@ -206,7 +241,13 @@ def _bar(evaluation: Evaluation) -> tuple[float, float, float]:
 
 
 def _conversation(messages: list[dict[str, Any]]) -> str:
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return "\n".join(f"{message['role']}: {_in_words(message['content'])}" for message in messages)
+
+
+def _in_words(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return " ".join("[image]" if part["type"] == "image" else part["text"] for part in content)
 
 
 def _artifact_key(context: RunContext, name: str) -> str:

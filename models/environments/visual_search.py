@@ -111,8 +111,9 @@ class VisualSearch:
         return str(prompt.payload["answer"])
 
     def demonstrations(self, count: int, noise: float, seed: int) -> Sequence[Demonstration]:
-        """The expert's episodes: it zooms on cells that hold a digit, one after the other, says what each of them is, and
-        answers when it knows. `noise` is the share of its zooms that go to any cell. What it could not find it guesses."""
+        """The expert's episodes: it zooms on cells that hold a digit, one after the other, says what each of them is,
+        and answers when it knows. `noise` is the share of its zooms that go to any cell. What it could not find it
+        guesses."""
         draw = random.Random(seed)
         prompts = (self.prompt("train", index % self.size("train")) for index in range(count))
         return [self._demonstration(prompt, (), noise, draw) for prompt in prompts]
