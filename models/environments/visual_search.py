@@ -169,7 +169,9 @@ class VisualSearch:
         seen: set[tuple[int, int]] = set()
         turns: list[Message] = []
         images: dict[str, bytes] = {}
-        order = sorted(draw.sample(filled, len(filled)), key=lambda at: not _asked_for(page, at, heard))
+        # In reading order from any of them on: an order that nobody could foresee would teach nothing else as well.
+        first = draw.randrange(len(filled))
+        order = sorted(filled[first:] + filled[:first], key=lambda at: not _asked_for(page, at, heard))
         saw = ""
         for turn in range(self.max_turns):
             left = [at for at in order if at not in seen]

@@ -14,7 +14,7 @@ from gleaner.conf.schema import CriticSettings, PippoMethod, UpdateSettings
 from gleaner.models.methods.grpo import advantages
 from gleaner.models.methods.pippo import CRITIC_SLOT, discounted_returns, gae, pippo_signal
 from gleaner.models.records import Segment, Verdict
-from gleaner.models.signal import group_rollouts
+from gleaner.models.signal import LearningSignal, Objective, group_rollouts, row_of
 from gleaner.models.training import Learner
 
 METHOD = PippoMethod(critic=CriticSettings(minibatches=2, value_clip=None))
@@ -184,9 +184,11 @@ def trained_critic():
 
 def test_a_value_does_not_depend_on_what_comes_after_it():
     critic = trained_critic()
-    row = SimpleNamespace(context_ids=[1, 2, 3], sampled_ids=[4, 5, 6, 7, 8], loss_mask=[1, 1, 1, 1, 1])
+    row = SimpleNamespace(
+        image_places=(), context_ids=[1, 2, 3], sampled_ids=[4, 5, 6, 7, 8], loss_mask=[1, 1, 1, 1, 1]
+    )
     suffix_changed = SimpleNamespace(
-        context_ids=[1, 2, 3], sampled_ids=[4, 5, 6, 9, 0], loss_mask=[1, 1, 1, 1, 1]
+        image_places=(), context_ids=[1, 2, 3], sampled_ids=[4, 5, 6, 9, 0], loss_mask=[1, 1, 1, 1, 1]
     )
     (one,), (other,) = critic.judge([row]), critic.judge([suffix_changed])
     # V_t is read before the t-th token: the first three tokens are shared, so are four values.
@@ -196,19 +198,53 @@ def test_a_value_does_not_depend_on_what_comes_after_it():
 
 def test_padding_changes_no_value():
     critic = trained_critic()
-    short = SimpleNamespace(context_ids=[1, 2, 3], sampled_ids=[4, 5], loss_mask=[1, 1])
-    long = SimpleNamespace(context_ids=[1, 2, 3], sampled_ids=list(range(10, 22)), loss_mask=[1] * 12)
+    short = SimpleNamespace(image_places=(), context_ids=[1, 2, 3], sampled_ids=[4, 5], loss_mask=[1, 1])
+    long = SimpleNamespace(
+        image_places=(), context_ids=[1, 2, 3], sampled_ids=list(range(10, 22)), loss_mask=[1] * 12
+    )
     np.testing.assert_allclose(critic.judge([short])[0], critic.judge([short, long])[0], atol=1e-6)
 
 
 def test_what_stands_before_the_rollout_changes_its_values():
     critic = trained_critic()
     rows = [
-        SimpleNamespace(context_ids=context, sampled_ids=[4, 5], loss_mask=[1, 1])
+        SimpleNamespace(image_places=(), context_ids=context, sampled_ids=[4, 5], loss_mask=[1, 1])
         for context in ([7, 8, 3], [8, 7, 3])
     ]
     one, other = critic.judge(rows)
     assert np.abs(one - other).max() > 1e-4
+
+
+def test_a_trained_critic_reads_labels_swapping_them_turns_its_values_round():
+    """A reference says 4, and is right or wrong; the judged rollout says 4 as well, or 5."""
+    right, wrong, says, same, other = 7, 8, 9, 4, 5
+    rows, returns = [], []
+    for label in (right, wrong):
+        for said in (same, other):
+            rows.append(([says, same, label, 3], [said, 2]))
+            returns.append(float((label == right) == (said == same)))
+    signal = LearningSignal(
+        Objective(),
+        [
+            row_of(
+                Segment("p", i, 0, [3], sampled, [1, 1], [-1.0, -1.0], "v", "d", 0, "stop", "", [], {}, []),
+                "r", 0.0, 0.0, slot=CRITIC_SLOT, context_ids=context, value_coef=np.array([0.0, 0.25]),
+                returns=np.full(2, value), old_values=np.zeros(2),
+            )
+            for i, ((context, sampled), value) in enumerate(zip(rows, returns, strict=True))
+        ],
+    )  # fmt: skip
+    critic = critic_of()
+    for _ in range(150):
+        critic.apply(signal)
+    values = np.array([found[1] for found in critic.judge(signal.rows)])
+    np.testing.assert_allclose(values, returns, atol=0.15)
+    swapped = [
+        replace(row, context_ids=np.array([says, same, wrong if row.context_ids[2] == right else right, 3]))
+        for row in signal.rows
+    ]
+    turned = np.array([found[1] for found in critic.judge(swapped)])
+    np.testing.assert_allclose(turned, 1.0 - values, atol=0.3)
 
 
 def test_a_critics_state_comes_back_bit_for_bit():

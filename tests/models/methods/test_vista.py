@@ -230,7 +230,9 @@ def real_lessons(learner, groups, context_of):
     segments = {(g.prompt_id, e.sample, 0): e.segments[0] for g in groups for e in g.episodes}
     ids = learner.likeliest(list(segments.values()), 5)
     rows = [
-        SimpleNamespace(context_ids=context_of(s), sampled_ids=s.sampled_ids, loss_mask=s.loss_mask)
+        SimpleNamespace(
+            image_places=(), context_ids=context_of(s), sampled_ids=s.sampled_ids, loss_mask=s.loss_mask
+        )
         for s in segments.values()
     ]
     read = learner.distributions(rows, ids, temperature=1.0, support_temperature=1.0)
