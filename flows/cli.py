@@ -99,6 +99,24 @@ def evaluate(
 
 
 @app.command()
+def values(
+    overrides: Overrides = None,
+    presets: Presets = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Validation prompts, each with a fresh group.")] = 32,
+    places: Annotated[
+        int, typer.Option(min=1, help="Prefixes of each group's first rollout that are continued.")
+    ] = 8,
+    continuations: Annotated[int, typer.Option(min=2, help="Continuations of each prefix.")] = 16,
+) -> None:
+    """Measure a critic's values against what the policy really earns from the middle of its rollouts.
+
+    The settings name a finished run of pippo or ppo: pass the words that it was started with.
+    """
+    settings = _compose(overrides or [], presets)
+    _load("gleaner.flows.values:report_values")(settings, prompts, places, continuations)
+
+
+@app.command()
 def compare(
     overrides: Annotated[
         list[str] | None,

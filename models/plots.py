@@ -269,6 +269,25 @@ def gap_plot(points: Mapping[str, tuple[float, Bar]], path: Path, *, title: str 
 # --------------------------------------------------------------------------------------------------- parts
 
 
+def value_plot(
+    values_N: Sequence[float],
+    truths_N: Sequence[float],
+    positions_N: Sequence[float],
+    path: Path,
+    *,
+    title: str = "",
+) -> None:
+    """A critic's values against Monte-Carlo values, coloured by where in its rollout each place lies."""
+    figure = _figure(5.6, 4.4)
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+    points = axes.scatter(truths_N, values_N, c=positions_N, cmap="viridis", vmin=0, vmax=1, s=14, alpha=0.8)
+    figure.colorbar(points, ax=axes, label="place in the rollout")
+    axes.set_xlabel("mean reward of continuations")
+    axes.set_ylabel("the critic's value")
+    _save(figure, path, title)
+
+
 def _intervals(axes: Axes, bars: Floats, places: Floats, *, horizontal: bool) -> None:
     """Estimates (N, 3) with their intervals, on lines at `places`."""
     spread = np.clip(np.stack([bars[:, 0] - bars[:, 1], bars[:, 2] - bars[:, 0]]), 0, None)

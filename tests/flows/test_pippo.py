@@ -8,6 +8,7 @@ import pytest
 from gleaner.conf.errors import ConfigurationError
 from gleaner.flows.grpo import grpo
 from gleaner.flows.pippo import pippo
+from gleaner.flows.values import report_values
 from gleaner.models import tables
 from gleaner.tasks.context import RunContext
 from gleaner.tasks.critics import critic_context
@@ -166,3 +167,20 @@ def test_a_smaller_critic_judges_episodes_of_many_turns(small):
     assert any(0 < row.loss_mask.sum() < len(row.loss_mask) for row in critics)
     for row in critics:
         assert len(row.old_values) == row.loss_mask.sum()  # values on the policy's own tokens alone
+
+
+def test_values_are_measured_on_fresh_rollouts_against_continuations(small, tmp_path):
+    settings = small(*UNCHECKED, "run.name=pippo-values", "evaluation.validation_prompts=8")
+    pippo(settings)
+    report = report_values(settings, prompts=6, places=4, continuations=4)
+    assert 0 < len(report.values) <= 6 * 4
+    assert report.metrics["mc/places"] == len(report.values) == len(report.truths)
+    assert all(0 <= truth <= 1 and truth * 4 == round(truth * 4) for truth in report.truths)
+    assert "value/error" in report.metrics
+    assert (tmp_path / ".gleaner/runs/pippo-values/values.png").exists()
+    assert report_values(settings, prompts=6, places=4, continuations=4) == report
+
+
+def test_values_of_a_run_without_a_critic_are_refused(small):
+    with pytest.raises(ConfigurationError, match="has no critic"):
+        report_values(small(*LOTTERY, "run.name=pippo-none"), 2, 2, 2)
